@@ -1,0 +1,71 @@
+"""Which layers there are, what one token of each takes, and which of them share a block group.
+
+    layers of a model with alternating attention          groups
+      0 full     [8 heads, 128]                              0: full           layers 0, 2
+      1 window   [8 heads, 128]                              1: window 1024    layers 1, 3
+      2 full     [8 heads, 128]
+      3 window   [8 heads, 128]                           a sequence has one block table a group
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hf_paged.cache.allocator import BlockGroup
+from hf_paged.cache.storage import KVSpec
+
+
+@dataclass(frozen=True)
+class AttentionSpan:
+    """How far back a layer's queries see. At most one of the two is set; neither means the full context."""
+
+    window: int | None = None  # the last `window` positions, the query's own included
+    chunk: int | None = None  # the positions of the query's own chunk, up to the query
+
+    @property
+    def group(self) -> BlockGroup:
+        """The block group for such layers: a chunk never reaches further back than a window of its size."""
+        return BlockGroup(self.window if self.window is not None else self.chunk)
+
+
+@dataclass(frozen=True)
+class CacheLayer:
+    """One layer that writes to the cache."""
+
+    spec: KVSpec
+    span: AttentionSpan
+    group: int
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """Every caching layer by the index that it passes to `update`, and the block groups.
+
+    `attended` lists the layer whose K and V each attention call of a forward reads, in order: longer than `layers`
+    where layers share K and V.
+    """
+
+    layers: dict[int, CacheLayer]
+    groups: tuple[BlockGroup, ...]
+    attended: tuple[int, ...]
+
+    @classmethod
+    def build(
+        cls, specs: dict[int, KVSpec], spans: dict[int, AttentionSpan], attended: tuple[int, ...]
+    ) -> CacheLayout:
+        """Groups layers by how much of the past they need, the full context first."""
+        groups = sorted(
+            {spans[index].group for index in specs}, key=lambda group: (group.window is not None, group.window or 0)
+        )
+        layers = {
+            index: CacheLayer(spec, spans[index], groups.index(spans[index].group)) for index, spec in specs.items()
+        }
+        return cls(layers, tuple(groups), attended)
+
+    def group_layers(self, group: int) -> list[int]:
+        """The indices of a group's layers."""
+        return [index for index, layer in self.layers.items() if layer.group == group]
+
+    def group_bytes_per_token(self, group: int) -> int:
+        """Bytes that one token takes in all layers of a group."""
+        return sum(self.layers[index].spec.bytes_per_token for index in self.group_layers(group))

@@ -1,0 +1,116 @@
+"""The tensors that hold K and V, one pair a layer.
+
+    keys    [num_blocks, block_size, num_kv_heads, head_dim]          a block is contiguous, and so is a token in it
+    values  [num_blocks, block_size, num_kv_heads, value_head_dim]    slot s is row s of the [num_slots, ...] view
+
+Shapes, types and device come from what a forward hands to `update`, never from the config: autocast, tensor
+parallelism, offload and quantised weights all make the config lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from hf_paged.errors import PoolMemoryError
+
+
+@dataclass(frozen=True)
+class KVSpec:
+    """Shape, storage type and device of one layer's K and V."""
+
+    num_key_heads: int
+    key_head_dim: int
+    num_value_heads: int
+    value_head_dim: int
+    key_dtype: torch.dtype
+    value_dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, key: torch.Tensor, value: torch.Tensor) -> KVSpec:
+        """The spec of what `update` was given: key `[B, H, T, D]`, value `[B, H, T, Dv]`."""
+        return cls(
+            key.shape[1], key.shape[-1], value.shape[1], value.shape[-1], key.dtype, value.dtype, key.device
+        )
+
+    def stored_as(self, k_dtype: str, v_dtype: str) -> KVSpec:
+        """The same layer with the storage types of a PagedConfig; "auto" keeps what the model computes."""
+        return replace(
+            self,
+            key_dtype=self.key_dtype if k_dtype == "auto" else getattr(torch, k_dtype),
+            value_dtype=self.value_dtype if v_dtype == "auto" else getattr(torch, v_dtype),
+        )
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one token takes in this layer, K and V together."""
+        key_bytes = self.num_key_heads * self.key_head_dim * self.key_dtype.itemsize
+        return key_bytes + self.num_value_heads * self.value_head_dim * self.value_dtype.itemsize
+
+
+class LayerStorage:
+    """The block tensors of one layer."""
+
+    def __init__(self, spec: KVSpec, num_blocks: int, block_size: int) -> None:
+        self.spec = spec
+        self.block_size = block_size
+        self.keys, self.values = self._allocate(num_blocks)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that this layer has room for."""
+        return self.keys.shape[0]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of both tensors."""
+        return self.keys.nbytes + self.values.nbytes
+
+    def _allocate(self, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+        spec = self.spec
+        try:
+            # A tensor born in inference mode may not be written to later under no_grad, so it is born outside.
+            with torch.inference_mode(False):
+                keys = torch.empty(
+                    (num_blocks, self.block_size, spec.num_key_heads, spec.key_head_dim),
+                    dtype=spec.key_dtype,
+                    device=spec.device,
+                )
+                values = torch.empty(
+                    (num_blocks, self.block_size, spec.num_value_heads, spec.value_head_dim),
+                    dtype=spec.value_dtype,
+                    device=spec.device,
+                )
+        except (RuntimeError, MemoryError) as error:  # torch's CPU allocator raises a plain RuntimeError
+            needed = num_blocks * self.block_size * spec.bytes_per_token
+            raise PoolMemoryError(
+                f"A layer of the block pool needs {needed / 2**20:.0f} MiB for {num_blocks} blocks of "
+                f"{self.block_size} tokens on {spec.device}, which can't be allocated; "
+                "lower PagedConfig.num_blocks or memory_fraction."
+            ) from error
+        return keys, values
+
+    def grow(self, num_blocks: int) -> None:
+        """Makes room for `num_blocks` in all, keeping the content of those there are."""
+        old_keys, old_values = self.keys, self.values
+        self.keys, self.values = self._allocate(num_blocks)
+        with torch.no_grad():
+            self.keys[: old_keys.shape[0]].copy_(old_keys)
+            self.values[: old_values.shape[0]].copy_(old_values)
+
+    def write(self, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        """Stores new tokens: key `[T, H, D]`, value `[T, H, Dv]`, slot_mapping `[T]` int64."""
+        self.keys.flatten(0, 1).index_copy_(0, slot_mapping, key.to(self.keys.dtype))
+        self.values.flatten(0, 1).index_copy_(0, slot_mapping, value.to(self.values.dtype))
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copies whole blocks, `(source, destination)` each; no destination is another copy's source."""
+        if not copies:
+            return
+        pairs = torch.tensor(copies, dtype=torch.int64, device=self.keys.device)
+        source, destination = pairs.unbind(1)
+        self.keys.index_copy_(0, destination, self.keys.index_select(0, source))
+        self.values.index_copy_(0, destination, self.values.index_select(0, source))

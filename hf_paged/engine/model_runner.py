@@ -1,0 +1,119 @@
+"""Runs one packed step: swaps the attention in, opens the scope, calls the model, swaps it back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_paged.cache.allocator import BlockAllocator
+from hf_paged.cache.layout import CacheLayout
+from hf_paged.cache.step_cache import StepCache
+from hf_paged.cache.storage import LayerStorage
+from hf_paged.compat import CACHE_KEYWORD
+from hf_paged.config import PagedConfig
+from hf_paged.engine.attention_swap import model_lock, paged_attention, switchable_configs
+from hf_paged.engine.batch import LogitsRows, PackedBatch, pack
+from hf_paged.engine.probe import accepts_logits_to_keep, forward_options, probe_layout
+from hf_paged.errors import PackedStepError
+from hf_paged.kernels.metadata import PackedStep, packed_step
+from hf_paged.kernels.registry import resolve_backend
+from hf_paged.scheduler.output import SchedulerOutput
+
+
+class ModelRunner:
+    """The model, its cache layout and the pool's tensors.
+
+    Args:
+        get_model: returns the model. The runner doesn't hold it, so that an engine kept beside a model doesn't keep it.
+        config: the engine's settings.
+
+    Raises:
+        UnsupportedModelError: the model can't run packed.
+        ConfigError: the attention backend is unknown or can't run here.
+    """
+
+    def __init__(self, get_model: Callable[[], PreTrainedModel], config: PagedConfig) -> None:
+        self._get_model = get_model
+        self._config = config
+        model = get_model()
+        self.lock = model_lock(model)
+        with self.lock:
+            self._configs: list[Any] = switchable_configs(model)
+            self.layout: CacheLayout = probe_layout(model, self._configs)
+        self.device = next(iter(self.layout.layers.values())).spec.device
+        self.backend = resolve_backend(config.attention_backend, self.device)
+        self.cache: StepCache | None = None
+
+    def pool_bytes(self, allocator: BlockAllocator, num_blocks: int) -> int:
+        """Bytes of a pool of `num_blocks` blocks of full context, all groups together."""
+        return sum(
+            allocator.group_blocks(spec, num_blocks) * allocator.block_size * self.group_bytes_per_token(group)
+            for group, spec in enumerate(self.layout.groups)
+        )
+
+    def group_bytes_per_token(self, group: int) -> int:
+        """Bytes of one token in all layers of a group, as stored."""
+        return sum(self._stored(index).bytes_per_token for index in self.layout.group_layers(group))
+
+    def _stored(self, layer_idx: int) -> Any:
+        return self.layout.layers[layer_idx].spec.stored_as(self._config.k_dtype, self._config.v_dtype)
+
+    def allocate_pool(self, allocator: BlockAllocator) -> None:
+        """Makes the block tensors, or makes them larger, as the allocator's pools are.
+
+        Raises:
+            PoolMemoryError: they don't fit; what was there stays.
+        """
+        if self.cache is None:
+            storages = {
+                index: LayerStorage(self._stored(index), allocator.pools[layer.group].num_blocks, allocator.block_size)
+                for index, layer in self.layout.layers.items()
+            }
+            self.cache = StepCache(self.layout, storages, self.backend)
+            return
+        for index, storage in self.cache.storages.items():
+            needed = allocator.pools[self.layout.layers[index].group].num_blocks
+            if needed > storage.num_blocks:
+                storage.grow(needed)
+
+    def run(self, output: SchedulerOutput) -> tuple[torch.Tensor, tuple[LogitsRows, ...]]:
+        """Computes one step.
+
+        Returns:
+            Logits `[R, vocab]` float32 and what the rows are.
+
+        Raises:
+            PackedStepError: a layer didn't go through the cache as it did when the layout was made.
+        """
+        assert self.cache is not None
+        batch = pack(output, self._config.block_size, len(self.layout.groups), self.device)
+        with self.lock, torch.no_grad():
+            self.cache.copy_blocks(output.copies)
+            logits = self._forward(batch)
+        return logits, batch.rows
+
+    def _forward(self, batch: PackedBatch) -> torch.Tensor:
+        model = self._get_model()
+        step = PackedStep(self.cache, batch.metadata)
+        with paged_attention(self._configs, model), packed_step(step):
+            result = model(
+                input_ids=batch.input_ids,
+                position_ids=batch.position_ids,
+                **{CACHE_KEYWORD: self.cache},
+                **forward_options(model, batch.logits_to_keep),
+            )
+        self._check_step(step.updated, step.attended)
+        logits: torch.Tensor = result.logits[0]
+        if not accepts_logits_to_keep(model):
+            logits = logits[batch.logits_to_keep.to(logits.device)]
+        return logits.float()
+
+    def _check_step(self, updated: Sequence[int], attended: Sequence[int]) -> None:
+        if tuple(attended) != self.layout.attended or len(updated) != len(self.layout.layers):
+            raise PackedStepError(
+                f"A forward of {type(self._get_model()).__name__} updated layers {list(updated)} and attended to "
+                f"{list(attended)}, not as its layout says; run it without cache_implementation='paged'."
+            )

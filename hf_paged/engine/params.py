@@ -1,0 +1,313 @@
+"""From the keywords of a request to how its tokens are chosen and when it stops.
+
+Stock's own helpers make the generation config, the processors and the criteria, so that every field means what it
+means in `generate`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import logits_process, stopping_criteria as stopping
+
+from hf_paged.engine.logit_bias import LogitBiasProcessor
+from hf_paged.errors import RequestError, nearest
+
+# What a request takes besides the fields of GenerationConfig.
+REQUEST_KEYWORDS = frozenset(
+    {
+        "seed",
+        "logit_bias",
+        "logprobs",
+        "prompt_logprobs",
+        "cache_salt",
+        "priority",
+        "request_id",
+        "logits_processor",
+        "stopping_criteria",
+        "generation_config",
+    }
+)
+
+# Fields whose value is a list by nature; for the others a list is one value a prompt.
+LIST_FIELDS = frozenset(
+    {
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "eos_token_id",
+        "exponential_decay_length_penalty",
+        "forced_eos_token_id",
+        "logits_processor",
+        "sequence_bias",
+        "stop_strings",
+        "stopping_criteria",
+        "suppress_tokens",
+    }
+)
+
+# Fields that ask for another way of decoding, which a packed request doesn't do.
+_OTHER_MODES: Mapping[str, Any] = {
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "prompt_lookup_num_tokens": None,
+    "penalty_alpha": None,
+    "dola_layers": None,
+    "assistant_early_exit": None,
+    "guidance_scale": 1.0,
+    "token_healing": False,
+    "output_attentions": False,
+    "output_hidden_states": False,
+}
+
+# Processors that look at nothing but a row of scores: rows with equal settings go through one call together.
+ROW_PROCESSORS = (
+    logits_process.TemperatureLogitsWarper,
+    logits_process.TopKLogitsWarper,
+    logits_process.TopPLogitsWarper,
+    logits_process.MinPLogitsWarper,
+    logits_process.TypicalLogitsWarper,
+    logits_process.EpsilonLogitsWarper,
+    logits_process.EtaLogitsWarper,
+    logits_process.SuppressTokensLogitsProcessor,
+    logits_process.InfNanRemoveLogitsProcessor,
+    logits_process.LogitNormalization,
+    *([logits_process.TopHLogitsWarper] if hasattr(logits_process, "TopHLogitsWarper") else []),
+)
+_ROW_FIELDS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "top_h",
+    "min_p",
+    "typical_p",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "suppress_tokens",
+    "remove_invalid_values",
+    "renormalize_logits",
+)
+
+
+@dataclass(eq=False)
+class SamplingParams:
+    """How the tokens of one request are chosen, and what ends it besides its length.
+
+    `history_start` tokens stand before the prompt in what processors and criteria see (left padding).
+    `shared_key` is equal for requests whose rows may go through `processors` together, None if they may not.
+    """
+
+    processors: LogitsProcessorList
+    criteria: tuple[tuple[str, int | str | None, Any], ...]  # finish reason, stop reason, criterion
+    eos_token_ids: frozenset[int]
+    do_sample: bool
+    shared_key: Hashable | None
+    seed: int | None = None
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
+    history_start: tuple[int, ...] = ()
+    is_external: bool = False  # someone outside the engine takes the logits and appends the tokens
+    generators: dict[int, torch.Generator] = field(default_factory=dict)
+
+    def generator(self, index: int, device: torch.device) -> torch.Generator | None:
+        """The random generator of one of the request's sequences; None draws from torch's own."""
+        if self.seed is None:
+            return None
+        if index not in self.generators:
+            self.generators[index] = torch.Generator(device).manual_seed(_sequence_seed(self.seed, index))
+        return self.generators[index]
+
+
+def _sequence_seed(seed: int, index: int) -> int:
+    # sequence 0 draws like stock after torch.manual_seed(seed); its siblings get seeds far from any neighbour's
+    if index == 0:
+        return seed
+    mixed = (seed + index * 0x9E3779B97F4A7C15) % 2**64
+    mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    return mixed ^ (mixed >> 31)
+
+
+@dataclass(frozen=True)
+class ResolvedRequest:
+    """A request's keywords, resolved: what the scheduler needs, and the sampling."""
+
+    max_new_tokens: int
+    num_sequences: int
+    sampling: SamplingParams
+    priority: int
+    cache_salt: str | None
+
+
+class RequestResolver:
+    """Turns keywords into ResolvedRequests for one model.
+
+    Args:
+        model: its generation config holds the defaults.
+        tokenizer: needed for stop_strings only.
+        vocab_size: token ids are below it.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._fields = frozenset(name for name in vars(GenerationConfig()) if not name.startswith("_"))
+        self._device = model.device if model.device.type != "meta" else torch.device("cpu")
+
+    def resolve(self, model: PreTrainedModel, num_prompt_tokens: int, keywords: Mapping[str, Any]) -> ResolvedRequest:
+        """The request that these keywords ask for.
+
+        Raises:
+            RequestError: an unknown keyword, a contradiction, or a mode that packed requests don't have.
+        """
+        self.check_names(keywords)
+        generation = {name: value for name, value in keywords.items() if name not in REQUEST_KEYWORDS}
+        generation_config = keywords.get("generation_config")
+        _settle_temperature(model, generation_config, generation)
+        config = self._generation_config(model, generation_config, generation, num_prompt_tokens)
+        for name, neutral in _OTHER_MODES.items():
+            if getattr(config, name, None) not in (None, neutral):
+                raise RequestError(f"A request can't have {name}={getattr(config, name)!r}; call model.generate for it.")
+        max_new_tokens = config.max_length - num_prompt_tokens
+        if max_new_tokens < 1:
+            raise RequestError(
+                f"max_length={config.max_length} leaves nothing to generate after a prompt of {num_prompt_tokens} "
+                "tokens; raise it, or set max_new_tokens."
+            )
+        return ResolvedRequest(
+            max_new_tokens=max_new_tokens,
+            num_sequences=config.num_return_sequences or 1,
+            sampling=self._sampling(model, config, num_prompt_tokens, keywords),
+            priority=keywords.get("priority") or 0,
+            cache_salt=keywords.get("cache_salt"),
+        )
+
+    def check_names(self, names: Mapping[str, Any]) -> None:
+        """Raises RequestError for a keyword that is neither GenerationConfig's nor ours."""
+        for name in names:
+            if name not in self._fields and name not in REQUEST_KEYWORDS:
+                hint = nearest(name, self._fields | REQUEST_KEYWORDS)
+                raise RequestError(f"A request has no keyword {name!r}: {hint}")
+
+    def _generation_config(
+        self,
+        model: PreTrainedModel,
+        generation_config: GenerationConfig | None,
+        generation: dict[str, Any],
+        num_prompt_tokens: int,
+    ) -> GenerationConfig:
+        def unset(name: str) -> bool:
+            return (
+                generation.get(name) is None
+                and (generation_config is None or getattr(generation_config, name) is None)
+                and getattr(model.generation_config, name) is None
+            )
+
+        try:
+            default_max, default_min = unset("max_length"), unset("min_length")
+            config, _ = model._prepare_generation_config(generation_config, **generation)
+            ids = torch.zeros(1, num_prompt_tokens, dtype=torch.int64)
+            model._prepare_special_tokens(config, True, device=self._device, batch_size=1)
+            return model._prepare_generated_length(
+                generation_config=config,
+                has_default_max_length=default_max,
+                has_default_min_length=default_min,
+                model_input_name="input_ids",
+                inputs_tensor=ids,
+                input_ids_length=num_prompt_tokens,
+            )
+        except (ValueError, TypeError) as error:
+            raise RequestError(str(error)) from error
+
+    def _sampling(
+        self, model: PreTrainedModel, config: GenerationConfig, num_prompt_tokens: int, keywords: Mapping[str, Any]
+    ) -> SamplingParams:
+        extra = LogitsProcessorList(keywords.get("logits_processor") or [])
+        if keywords.get("logit_bias"):
+            extra.append(LogitBiasProcessor(keywords["logit_bias"], self._vocab_size))
+        try:
+            processors = model._get_logits_processor(
+                generation_config=config,
+                input_ids_seq_length=num_prompt_tokens,
+                logits_processor=extra,
+                device=self._device,
+                model_kwargs={},
+            )
+            criteria = self._criteria(model, config, keywords.get("stopping_criteria"))
+        except (ValueError, TypeError) as error:
+            raise RequestError(str(error)) from error
+        seed = keywords.get("seed")
+        if seed is not None and (not isinstance(seed, int) or not 0 <= seed < 2**64):
+            raise RequestError(f"seed must be an integer from 0 to 2**64 - 1, not {seed!r}.")
+        return SamplingParams(
+            processors=processors,
+            criteria=criteria,
+            eos_token_ids=eos_ids(config),
+            do_sample=bool(config.do_sample),
+            shared_key=shared_key(config, processors),
+            seed=seed,
+            num_logprobs=_count(keywords, "logprobs", self._vocab_size),
+            num_prompt_logprobs=_count(keywords, "prompt_logprobs", self._vocab_size),
+        )
+
+    def _criteria(
+        self, model: PreTrainedModel, config: GenerationConfig, own: StoppingCriteriaList | None
+    ) -> tuple[tuple[str, int | str | None, Any], ...]:
+        strings = config.stop_strings
+        config = copy.copy(config)
+        config.stop_strings = None
+        found: list[tuple[str, int | str | None, Any]] = []
+        for criterion in model._get_stopping_criteria(config, StoppingCriteriaList(own or []), self._tokenizer):
+            if isinstance(criterion, stopping.MaxLengthCriteria | stopping.EosTokenCriteria):
+                continue  # the engine looks at lengths and ids itself
+            found.append(("length" if isinstance(criterion, stopping.MaxTimeCriteria) else "stop", None, criterion))
+        for string in [strings] if isinstance(strings, str) else strings or ():
+            if self._tokenizer is None:
+                raise RequestError("stop_strings need a tokenizer: PagedEngine(model, config, tokenizer=tokenizer).")
+            found.append(("stop", string, stopping.StopStringCriteria(self._tokenizer, [string])))
+        return tuple(found)
+
+
+def _settle_temperature(
+    model: PreTrainedModel, generation_config: GenerationConfig | None, generation: dict[str, Any]
+) -> None:
+    temperature = generation.get("temperature")
+    if temperature is None:
+        return
+    if temperature == 0:  # the convention of HTTP clients
+        generation["temperature"] = None
+        generation["do_sample"] = False
+        return
+    do_sample = generation.get("do_sample")
+    if do_sample is None:
+        do_sample = generation_config.do_sample if generation_config is not None else None
+    if do_sample is None:
+        do_sample = model.generation_config.do_sample
+    if not do_sample:
+        raise RequestError(f"temperature={temperature} needs do_sample=True beside it; add that, or leave both out.")
+
+
+def _count(keywords: Mapping[str, Any], name: str, most: int) -> int | None:
+    value = keywords.get(name)
+    if value is None or value is False:
+        return None
+    if not isinstance(value, int) or not 0 <= value <= most:
+        raise RequestError(f"{name} must be how many alternatives to return, 0 to {most}, not {value!r}.")
+    return int(value) if value is not True else 0
+
+
+def eos_ids(config: GenerationConfig) -> frozenset[int]:
+    """The ids that end a sequence."""
+    tokens = config._eos_token_tensor
+    return frozenset() if tokens is None else frozenset(tokens.flatten().tolist())
+
+
+def shared_key(config: GenerationConfig, processors: Sequence[Any]) -> Hashable | None:
+    """Equal for configs whose processors treat a row of scores alike, whatever the row's history; else None."""
+    if not all(type(processor) in ROW_PROCESSORS for processor in processors):
+        return None
+    values = (getattr(config, name, None) for name in _ROW_FIELDS) if processors else ()
+    return tuple(tuple(value) if isinstance(value, list) else value for value in values)

@@ -1,0 +1,169 @@
+"""Learns a model's cache layout by watching one small forward.
+
+The config is not asked for shapes, types or windows: autocast, tensor parallelism, offload, quantised weights and
+windows that live only in masks all make it lie. What the forward hands to `update`, and the mask that arrives at each
+attention call, can't.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_paged.cache.layout import AttentionSpan, CacheLayout
+from hf_paged.cache.step_cache import TaggingCache
+from hf_paged.cache.storage import KVSpec
+from hf_paged.compat import CACHE_KEYWORD
+from hf_paged.engine.attention_swap import paged_attention
+from hf_paged.errors import PagedError, UnsupportedModelError
+from hf_paged.kernels.metadata import PackedStep, packed_step
+
+_PROBE_TOKENS = 2
+
+# What models call a table of learned absolute positions.
+_POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings", "position_embedding")
+
+
+class _ProbeCache(TaggingCache):
+    """Records what each layer updates with."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(num_layers)
+        self.specs: dict[int, KVSpec] = {}
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Records shapes, types and device; returns the tensors, the key tagged."""
+        if layer_idx in self.specs:
+            raise UnsupportedModelError(f"Layer {layer_idx} updates its cache twice in one forward.")
+        self.specs[layer_idx] = KVSpec.of(key_states, value_states)
+        return self.tag(key_states, layer_idx), value_states
+
+
+class _Probe:
+    """Learns how far back each layer sees, from the mask that stock attention would have used."""
+
+    def __init__(self, cache: _ProbeCache) -> None:
+        self._cache = cache
+        self._masks: list[tuple[torch.Tensor, AttentionSpan]] = []
+        self.attended: list[int] = []
+        self.spans: dict[int, AttentionSpan] = {}
+
+    def saw_mask(self, mask: torch.Tensor, mask_function: Callable[..., torch.Tensor], local_size: int | None) -> None:
+        """Keeps the mask, to be recognised by its memory when it arrives at a layer."""
+        self._masks.append((mask, _span_of(mask_function, local_size)))
+
+    def saw_attention(self, key: torch.Tensor, mask: torch.Tensor | None, options: dict[str, Any]) -> None:
+        """Notes which layer's keys are read, and how far back."""
+        cache, layer_idx = getattr(key, "_paged", (None, -1))
+        if cache is not self._cache:
+            raise UnsupportedModelError("Its keys change between the cache and attention, as latent attention's do.")
+        if options.get("is_causal") is False:
+            raise UnsupportedModelError("Its attention is not causal.")
+        span = self._span(mask, options.get("sliding_window"))
+        if self.spans.setdefault(layer_idx, span) != span:
+            raise UnsupportedModelError(f"Layers that share the keys of layer {layer_idx} see differently far back.")
+        self.attended.append(layer_idx)
+
+    def _span(self, mask: torch.Tensor | None, sliding_window: int | None) -> AttentionSpan:
+        if mask is None:
+            return AttentionSpan(window=sliding_window)
+        memory = mask.untyped_storage().data_ptr()
+        for known, span in self._masks:
+            if known.untyped_storage().data_ptr() == memory:
+                return span
+        raise UnsupportedModelError("It makes or changes its attention masks itself.")
+
+
+def _span_of(mask_function: Callable[..., torch.Tensor], local_size: int | None) -> AttentionSpan:
+    size = local_size or 4
+    positions = torch.tensor(sorted({0, 1, 2, size - 1, size, size + 1, 2 * size - 1, 2 * size, 2 * size + 1}))
+    query, key = positions[:, None], positions[None, :]
+    zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
+    try:
+        seen = mask_function(zero, zero, query[None, None], key[None, None])
+        seen = torch.as_tensor(seen).expand(1, 1, len(positions), len(positions))[0, 0]
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise UnsupportedModelError(f"Its attention mask can't be described by a window: {error}") from error
+    causal = key <= query
+    spans = {AttentionSpan(): causal}
+    if local_size is not None:
+        spans[AttentionSpan(window=size)] = causal & (key > query - size)
+        spans[AttentionSpan(chunk=size)] = causal & (key // size == query // size)
+    for span, expected in spans.items():
+        if torch.equal(seen, expected):
+            return span
+    raise UnsupportedModelError("Its attention mask is neither causal, nor a window, nor chunks.")
+
+
+def forward_options(model: PreTrainedModel, keep: torch.Tensor) -> dict[str, Any]:
+    """The keywords of every packed forward. `keep` [R] int64: the positions whose logits are wanted."""
+    options: dict[str, Any] = {"use_cache": True, "return_dict": True}
+    if accepts_logits_to_keep(model):
+        options["logits_to_keep"] = keep
+    return options
+
+
+def accepts_logits_to_keep(model: PreTrainedModel) -> bool:
+    """Whether the model can compute logits for some positions only."""
+    return "logits_to_keep" in inspect.signature(model.forward).parameters
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where token ids go; offloaded models move them from the CPU themselves."""
+    device: torch.device = model.get_input_embeddings().weight.device
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+def probe_layout(model: PreTrainedModel, configs: list[Any], num_tokens: int = _PROBE_TOKENS) -> CacheLayout:
+    """The layout of a model. Hold its lock.
+
+    Args:
+        model: any causal language model.
+        configs: what `switchable_configs` returned.
+        num_tokens: length of the forward; the default is as short as masks allow.
+
+    Raises:
+        UnsupportedModelError: the model can't run packed; the message says why.
+    """
+    name = type(model).__name__
+    text_config = model.config.get_text_config(decoder=True)
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(f"{name} can't run packed. It is an encoder-decoder model.")
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise UnsupportedModelError(f"{name} can't run packed. It takes no position_ids.")
+    cache = _ProbeCache(text_config.num_hidden_layers)
+    probe = _Probe(cache)
+    device = input_device(model)
+    positions = torch.arange(num_tokens, device=device)[None]
+    options = forward_options(model, positions[0, -1:])
+    try:
+        with torch.no_grad(), paged_attention(configs, model), packed_step(PackedStep(cache, (), probe)):
+            model(
+                input_ids=torch.zeros_like(positions),
+                position_ids=positions,
+                **{CACHE_KEYWORD: cache},
+                **options,
+            )
+    except torch.OutOfMemoryError:
+        raise
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{name} can't run packed. {error}") from error
+    except (PagedError, RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
+        raise UnsupportedModelError(f"{name} can't run packed: {error}") from error
+    if not cache.specs or set(probe.attended) != set(cache.specs):
+        raise UnsupportedModelError(f"{name} can't run packed. Its layers don't all update and attend through the cache.")
+    return CacheLayout.build(cache.specs, probe.spans, tuple(probe.attended))
+
+
+def position_limit(model: PreTrainedModel) -> int | None:
+    """How many positions a model with a learned position table has; None for all others, which may go on."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Embedding) and name.rsplit(".", 1)[-1] in _POSITION_TABLES:
+            return int(module.num_embeddings) - int(getattr(module, "offset", 0))
+    return None

@@ -1,0 +1,137 @@
+"""Chooses the next token of every row of a ragged batch."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+
+from hf_paged.engine.params import SamplingParams
+from hf_paged.request import Sequence, TokenLogprobs
+
+
+@dataclass(frozen=True)
+class SamplerRow:
+    """A sequence that gets its next token from row `row` of the logits."""
+
+    sequence: Sequence
+    row: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a row got: a token, or the exception that kept it from one."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    error: Exception | None = None
+
+
+class NonFiniteLogitsError(ArithmeticError):
+    """The model returned NaN logits for a request."""
+
+
+def choose(rows: list[SamplerRow], logits: torch.Tensor) -> list[Choice]:
+    """The next token of each row; `logits` [R, vocab] float32 are not changed.
+
+    Rows whose processors look at nothing but their scores, with equal settings, are processed together; others one by
+    one with their own history. What a request's processor raises is that request's error alone.
+    """
+    logits = logits[[row.row for row in rows]] if [row.row for row in rows] != list(range(len(logits))) else logits
+    tokens = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
+    errors: dict[int, Exception] = {}
+    for members in _groups(rows).values():
+        _choose_group(rows, members, logits, tokens, errors)
+    is_nan = torch.isnan(logits.amax(dim=-1))
+    ids, nans = torch.stack((tokens, is_nan.to(torch.int64))).tolist()  # the step's one wait for the device
+    for index, bad in enumerate(nans):
+        if bad:
+            errors[index] = NonFiniteLogitsError("The model returned NaN logits for this request.")
+    logprobs = _logprobs(rows, logits, ids)
+    return [Choice(ids[index], logprobs.get(index), errors.get(index)) for index in range(len(rows))]
+
+
+def _groups(rows: list[SamplerRow]) -> dict[Hashable, list[int]]:
+    groups: dict[Hashable, list[int]] = {}
+    for index, row in enumerate(rows):
+        sampling: SamplingParams = row.sequence.request.sampling
+        key = (index,) if sampling.shared_key is None else (sampling.do_sample, sampling.shared_key)
+        groups.setdefault(key, []).append(index)
+    return groups
+
+
+def _choose_group(
+    rows: list[SamplerRow],
+    members: list[int],
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    errors: dict[int, Exception],
+) -> None:
+    sequence = rows[members[0]].sequence
+    sampling: SamplingParams = sequence.request.sampling
+    everything = len(members) == len(rows)
+    scores = logits if everything else logits[members]
+    if sampling.processors:
+        shared = sampling.shared_key is not None
+        history = tokens.new_empty(len(members), 0) if shared else history_of(sequence, logits.device)
+        try:
+            scores = sampling.processors(history, scores.clone())
+        except Exception as error:
+            errors.update(dict.fromkeys(members, error))
+            return
+    if not sampling.do_sample:
+        chosen = scores.argmax(dim=-1)
+    else:
+        try:
+            chosen = _draw(rows, members, scores)
+        except RuntimeError as error:  # no finite probability left in a row
+            errors.update(dict.fromkeys(members, error))
+            return
+    if everything:
+        tokens.copy_(chosen)
+    else:
+        tokens[members] = chosen
+
+
+def _draw(rows: list[SamplerRow], members: list[int], scores: torch.Tensor) -> torch.Tensor:
+    probabilities = scores.softmax(dim=-1)
+    bad = ~torch.isfinite(probabilities).all(dim=-1, keepdim=True)
+    probabilities = torch.where(bad, torch.ones_like(probabilities), probabilities)  # reported as NaN logits
+    generators = [
+        rows[index].sequence.request.sampling.generator(rows[index].sequence.index, scores.device) for index in members
+    ]
+    if all(generator is None for generator in generators):
+        return torch.multinomial(probabilities, 1).squeeze(1)
+    return torch.cat(
+        [
+            torch.multinomial(row, 1, generator=generator)
+            for row, generator in zip(probabilities, generators, strict=True)
+        ]
+    )
+
+
+def history_of(sequence: Sequence, device: torch.device) -> torch.Tensor:
+    """What processors and criteria see of a sequence: `[1, tokens]`, left padding included."""
+    start: tuple[int, ...] = sequence.request.sampling.history_start
+    return torch.tensor([[*start, *sequence.token_ids]], dtype=torch.int64, device=device)
+
+
+def _logprobs(rows: list[SamplerRow], logits: torch.Tensor, ids: list[int]) -> dict[int, TokenLogprobs]:
+    wanted = [index for index, row in enumerate(rows) if row.sequence.request.wants_logprobs]
+    if not wanted:
+        return {}
+    counts = [rows[index].sequence.request.sampling.num_logprobs or 0 for index in wanted]
+    entries = token_logprobs(logits[wanted], [ids[index] for index in wanted], counts)
+    return dict(zip(wanted, entries, strict=True))
+
+
+def token_logprobs(logits: torch.Tensor, token_ids: list[int], counts: list[int]) -> list[TokenLogprobs]:
+    """Log probabilities of given tokens and of the `counts[i]` likeliest ones of each row of `logits` [R, vocab]."""
+    logprobs = logits.log_softmax(dim=-1)
+    chosen = logprobs.gather(1, torch.tensor(token_ids, device=logits.device)[:, None]).squeeze(1).tolist()
+    values, indices = (item.tolist() for item in logprobs.topk(max(counts, default=0), dim=-1))
+    return [
+        TokenLogprobs(token, value, tuple(zip(top_ids[:count], top[:count], strict=True)))
+        for token, value, count, top, top_ids in zip(token_ids, chosen, counts, values, indices, strict=True)
+    ]

@@ -1,0 +1,86 @@
+"""Proves once, for every model, that a packed step gives the logits that the model gives alone.
+
+A model may depend on something that packing hides: positions it counts itself, a bias of its own, a frequency chosen
+from the longest sequence in the batch. None of this raises. So two short prompts are run both ways before the first
+request, in a pool of a few blocks that is thrown away.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_paged.cache.allocator import BlockAllocator
+from hf_paged.config import PagedConfig
+from hf_paged.engine.attention_swap import paged_attention
+from hf_paged.engine.model_runner import ModelRunner
+from hf_paged.errors import UnsupportedModelError
+from hf_paged.request import Request, Sequence
+from hf_paged.scheduler.output import ScheduledSequence, SchedulerOutput
+
+# Largest difference of logits, relative to the largest logit. Float32 runs differ by 1e-6; a neighbour's token in the
+# context, or a position off by one, moves them by more than a tenth. Half types need room for rounding.
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
+_HALF_TOLERANCE = 8e-2
+
+_PROMPT_LENGTHS = (5, 3)
+
+
+def check_packed_step(runner: ModelRunner, model: PreTrainedModel, config: PagedConfig, vocab_size: int) -> None:
+    """Compares packed logits with those of each prompt alone. Hold the model's lock.
+
+    Raises:
+        UnsupportedModelError: they differ.
+    """
+    prompts = [[(11 * index + 7 * length) % vocab_size for index in range(length)] for length in _PROMPT_LENGTHS]
+    packed = _packed_logits(runner, config, prompts)
+    alone = torch.stack([_solo_logits(model, prompt, runner.device) for prompt in prompts])
+    packed, alone = packed.to(alone.device), alone.to(packed.dtype)
+    scale = alone.abs().amax().clamp_min(1e-6)
+    difference = ((packed - alone).abs().amax() / scale).item()
+    tolerance = _TOLERANCE.get(model.dtype, _HALF_TOLERANCE)
+    if not difference <= tolerance:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} can't run packed. Its logits in a packed step differ from those of the prompt alone "
+            f"by {difference:.1e} of the largest."
+        )
+
+
+def _packed_logits(runner: ModelRunner, config: PagedConfig, prompts: list[list[int]]) -> torch.Tensor:
+    allocator = BlockAllocator(
+        runner.layout.groups,
+        config.block_size,
+        num_blocks=len(prompts),
+        max_batch_tokens=max(_PROMPT_LENGTHS),
+        max_sequences=len(prompts),
+        enable_prefix_caching=False,
+    )
+    first, second = (Request(f"check-{index}", prompt, 1).sequences[0] for index, prompt in enumerate(prompts))
+    runner.allocate_pool(allocator)
+    try:
+        _run(runner, allocator, [(first, 3)])  # the first prompt's second chunk shares a step with the second prompt
+        return _run(runner, allocator, [(first, 2), (second, 3)])
+    finally:
+        runner.cache = None
+
+
+def _run(runner: ModelRunner, allocator: BlockAllocator, work: list[tuple[Sequence, int]]) -> torch.Tensor:
+    for sequence, num_tokens in work:
+        if not sequence.block_tables:
+            allocator.admit(sequence, allocator.find_prefix(sequence))
+        allocator.allocate(sequence, num_tokens)
+    scheduled = tuple(ScheduledSequence(sequence, num_tokens) for sequence, num_tokens in work)
+    logits, _ = runner.run(SchedulerOutput(scheduled, ((),) * len(allocator.groups), sum(item[1] for item in work)))
+    for sequence, num_tokens in work:
+        sequence.num_computed_tokens += num_tokens
+    return logits
+
+
+def _solo_logits(model: PreTrainedModel, prompt: list[int], device: torch.device) -> torch.Tensor:
+    ids = torch.tensor([prompt], device=device)
+    with torch.no_grad(), paged_attention((), model):
+        output = model(
+            input_ids=ids, position_ids=torch.arange(len(prompt), device=device)[None], use_cache=False, return_dict=True
+        )
+    logits: torch.Tensor = output.logits[0, -1].float()
+    return logits

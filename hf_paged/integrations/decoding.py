@@ -1,0 +1,258 @@
+"""The decoding loop of `generate`, on an engine.
+
+    in lockstep     the whole batch fits: every row gets its next token in the same round, from stock's processors on
+                    stock's own [B, L + t] history, with one draw for all rows. Whatever processors, criteria and
+                    streamers do, they see what they see in stock.
+    one by one      it doesn't fit: rows come and go as blocks allow, each with its own history, and where tokens are
+                    sampled, its own generator.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import logits_process, stopping_criteria as stopping
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from hf_paged.compat import CACHE_KEYWORD
+from hf_paged.engine.engine import PagedEngine
+from hf_paged.engine.params import ROW_PROCESSORS, SamplingParams, eos_ids, shared_key
+from hf_paged.errors import RequestError
+from hf_paged.request import Request
+
+# Processors of a row's own history or length, without state: a row may go through them by itself.
+_HISTORY_PROCESSORS = (
+    *ROW_PROCESSORS,
+    logits_process.MinLengthLogitsProcessor,
+    logits_process.MinNewTokensLengthLogitsProcessor,
+    logits_process.ForcedBOSTokenLogitsProcessor,
+    logits_process.ForcedEOSTokenLogitsProcessor,
+    logits_process.ExponentialDecayLengthPenalty,
+    logits_process.SuppressTokensAtBeginLogitsProcessor,
+    logits_process.RepetitionPenaltyLogitsProcessor,
+    logits_process.NoRepeatNGramLogitsProcessor,
+    logits_process.SequenceBiasLogitsProcessor,
+    logits_process.NoBadWordsLogitsProcessor,
+)
+_ROW_CRITERIA = (
+    stopping.MaxLengthCriteria,
+    stopping.EosTokenCriteria,
+    stopping.StopStringCriteria,
+    stopping.MaxTimeCriteria,
+)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What stock's `_sample` was called with. B rows, L padded prompt tokens."""
+
+    input_ids: torch.Tensor  # [B, L]
+    attention_mask: torch.Tensor | None  # [B, L]
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    config: GenerationConfig
+    streamer: Any
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Most tokens that any row gets."""
+        return int(self.criteria.max_length) - self.input_ids.shape[1]
+
+    @property
+    def num_siblings(self) -> int:
+        """Rows in a row that have the same prompt (`num_return_sequences`)."""
+        return max(1, self.config.num_return_sequences or 1)
+
+    def prompts(self) -> list[list[int]]:
+        """The rows' tokens without padding."""
+        rows: list[list[int]] = self.input_ids.tolist()
+        if self.attention_mask is None:
+            return rows
+        masks = self.attention_mask.bool().tolist()
+        kept = [[token for token, keep in zip(row, mask, strict=True) if keep] for row, mask in zip(rows, masks, strict=True)]
+        for index, row in enumerate(kept):
+            if not row:
+                raise RequestError(f"Row {index} of the batch has no tokens: its attention_mask is all zeros.")
+        return kept
+
+
+def decode(engine: PagedEngine, batch: Batch) -> Any:
+    """What stock's `_sample` would return for the batch."""
+    prompts = batch.prompts()
+    fits = _reserve(engine, batch, prompts)
+    if fits or not _can_go_one_by_one(batch):
+        return _in_lockstep(engine, batch, prompts)
+    return _one_by_one(engine, batch, prompts)
+
+
+def _reserve(engine: PagedEngine, batch: Batch, prompts: list[list[int]]) -> bool:
+    size, siblings, needed, longest = engine.config.block_size, batch.num_siblings, 0, 0
+    for prompt in prompts[::siblings]:
+        whole = -(-(len(prompt) + batch.max_new_tokens - 1) // size)
+        shared = len(prompt) // size if siblings > 1 else 0
+        needed += shared + siblings * (whole - shared)
+        longest = max(longest, whole)
+    return engine.reserve(needed, longest) >= needed
+
+
+def _can_go_one_by_one(batch: Batch) -> bool:
+    mask = batch.attention_mask
+    is_left_padded = mask is None or bool((mask.diff(dim=-1) >= 0).all())
+    return (
+        is_left_padded
+        and batch.streamer is None
+        and not batch.config.return_dict_in_generate
+        and all(type(item) in _HISTORY_PROCESSORS for item in batch.processors)
+        and all(type(item) in _ROW_CRITERIA for item in batch.criteria)
+    )
+
+
+# -- in lockstep --------------------------------------------------------------------------------------------------------
+
+
+def _in_lockstep(engine: PagedEngine, batch: Batch, prompts: list[list[int]]) -> Any:
+    requests = [
+        Request(
+            f"generate-{uuid.uuid4().hex}",
+            prompt,
+            batch.max_new_tokens,
+            num_sequences=batch.num_siblings,
+            sampling=SamplingParams(LogitsProcessorList(), (), frozenset(), False, (), is_external=True),
+        )
+        for prompt in prompts[:: batch.num_siblings]
+    ]
+    try:
+        for request in requests:
+            engine.add_external(request)
+        return _lockstep_rounds(engine, batch, requests)
+    finally:
+        engine.finish_external([sequence for request in requests for sequence in request.sequences])
+
+
+def _lockstep_rounds(engine: PagedEngine, batch: Batch, requests: list[Request]) -> Any:
+    config, input_ids = batch.config, batch.input_ids
+    num_rows = input_ids.shape[0]
+    keep_scores = config.return_dict_in_generate and config.output_scores
+    keep_logits = config.return_dict_in_generate and config.output_logits
+    # stock feeds finished rows their padding; who asked for scores gets those rows' too
+    feeds_finished = bool(keep_scores or keep_logits)
+    has_eos = any(hasattr(criterion, "eos_token_id") for criterion in batch.criteria)
+    pad = config._pad_token_tensor.to(input_ids.device) if config._pad_token_tensor is not None else None
+    unfinished = torch.ones(num_rows, dtype=torch.int64, device=input_ids.device)
+    active = list(range(num_rows))
+    scores: tuple[torch.Tensor, ...] = ()
+    raw_logits: tuple[torch.Tensor, ...] = ()
+    while True:
+        rows = engine.external_logits(requests, active)
+        logits = _all_rows(rows, active, num_rows, input_ids.device)
+        processed = batch.processors(input_ids, logits)
+        if keep_scores:
+            scores += (processed,)
+        if keep_logits:
+            raw_logits += (logits,)
+        if config.do_sample:
+            tokens = torch.multinomial(processed.softmax(dim=-1), num_samples=1).squeeze(1)
+        else:
+            tokens = processed.argmax(dim=-1)
+        if has_eos:
+            tokens = tokens * unfinished + pad * (1 - unfinished)
+        input_ids = torch.cat([input_ids, tokens[:, None]], dim=-1)
+        unfinished = unfinished & ~batch.criteria(input_ids, scores if keep_scores else None)
+        if batch.streamer is not None:
+            batch.streamer.put(tokens.cpu())
+        token_ids, goes_on = tokens.tolist(), unfinished.tolist()
+        if not any(goes_on):
+            break
+        active = _advance(engine, requests, active, token_ids, goes_on, feeds_finished)
+    if batch.streamer is not None:
+        batch.streamer.end()
+    if not config.return_dict_in_generate:
+        return input_ids
+    return GenerateDecoderOnlyOutput(
+        sequences=input_ids,
+        scores=scores if keep_scores else None,
+        logits=raw_logits if keep_logits else None,
+        **{CACHE_KEYWORD: None},
+    )
+
+
+def _all_rows(
+    rows: list[torch.Tensor], active: list[int], num_rows: int, device: torch.device
+) -> torch.Tensor:
+    stacked = torch.stack(rows).to(device)
+    if len(active) == num_rows:
+        return stacked
+    # finished rows take part in processing and drawing, as in stock; what they get is replaced by padding
+    full = stacked.new_zeros(num_rows, stacked.shape[1])
+    full[active] = stacked
+    return full
+
+
+def _advance(
+    engine: PagedEngine,
+    requests: list[Request],
+    active: list[int],
+    token_ids: list[int],
+    goes_on: list[int],
+    feeds_finished: bool,
+) -> list[int]:
+    sequences = [sequence for request in requests for sequence in request.sequences]
+    still = [row for row in active if goes_on[row] or feeds_finished]
+    engine.append_tokens([sequences[row] for row in still], [token_ids[row] for row in still])
+    engine.finish_external([sequences[row] for row in active if row not in set(still)])
+    return still
+
+
+# -- one by one ---------------------------------------------------------------------------------------------------------
+
+
+def _one_by_one(engine: PagedEngine, batch: Batch, prompts: list[list[int]]) -> torch.Tensor:
+    rows = batch.input_ids.tolist()
+    requests = []
+    for index, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
+        processors = LogitsProcessorList(_for_row(processor, index) for processor in batch.processors)
+        requests.append(
+            Request(
+                f"generate-{uuid.uuid4().hex}",
+                prompt,
+                batch.max_new_tokens,
+                sampling=SamplingParams(
+                    processors=processors,
+                    criteria=_row_criteria(batch.criteria),
+                    eos_token_ids=eos_ids(batch.config),
+                    do_sample=bool(batch.config.do_sample),
+                    shared_key=shared_key(batch.config, processors),
+                    seed=int(torch.randint(2**62, ())) if batch.config.do_sample else None,
+                    history_start=tuple(row[: len(row) - len(prompt)]),
+                ),
+            )
+        )
+    outputs = engine.run(requests)
+    width = max(len(output.token_ids) for output in outputs)
+    pad = int(batch.config._pad_token_tensor) if batch.config._pad_token_tensor is not None else 0
+    generated = [[*output.token_ids, *[pad] * (width - len(output.token_ids))] for output in outputs]
+    new = torch.tensor(generated, dtype=batch.input_ids.dtype, device=batch.input_ids.device)
+    return torch.cat([batch.input_ids, new], dim=-1)
+
+
+def _for_row(processor: Any, index: int) -> Any:
+    # from 5.24 on the repetition penalty holds one padding length a row
+    lengths = getattr(processor, "prompt_ignore_length", None)
+    if isinstance(lengths, torch.Tensor) and lengths.numel() > 1:
+        return logits_process.RepetitionPenaltyLogitsProcessor(
+            processor.penalty, prompt_ignore_length=lengths[index : index + 1]
+        )
+    return processor
+
+
+def _row_criteria(criteria: StoppingCriteriaList) -> tuple[tuple[str, None, Any], ...]:
+    return tuple(
+        ("length" if isinstance(criterion, stopping.MaxTimeCriteria) else "stop", None, criterion)
+        for criterion in criteria
+        if not isinstance(criterion, stopping.MaxLengthCriteria | stopping.EosTokenCriteria)
+    )
+

@@ -1,0 +1,75 @@
+"""The engine that `generate` keeps for a model, from one call to the next.
+
+It is held beside the model, never by it: the model can be collected, copied and pickled as if there were none.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_paged.config import PagedConfig
+from hf_paged.engine.engine import PagedEngine
+from hf_paged.engine.unwrap import unwrap_model
+from hf_paged.errors import UnsupportedModelError
+
+_engines: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Hashable, PagedEngine]] = weakref.WeakKeyDictionary()
+_guard = threading.Lock()
+
+
+def engine_for(model: PreTrainedModel, config: PagedConfig | None) -> PagedEngine:
+    """The model's engine, made at the first call and whenever its settings, device or types have changed.
+
+    Args:
+        model: the model itself, unwrapped.
+        config: the settings; None keeps those of the engine that is there.
+
+    Raises:
+        UnsupportedModelError: the model can't run packed.
+    """
+    signature = _signature(model)
+    with _guard:
+        known, engine = _engines.get(model, (None, None))
+        if engine is not None and known == signature and config in (None, engine.config):
+            return engine
+        if config is None:
+            config = engine.config if engine is not None else PagedConfig()
+        reference = weakref.ref(model)
+
+        def get_model() -> PreTrainedModel:
+            alive = reference()
+            if alive is None:
+                raise UnsupportedModelError("The model of this engine is gone.")
+            return alive
+
+        # another thread may still run on the old one; it is collected when that call is done
+        _engines.pop(model, None)
+        engine = PagedEngine.on_demand(get_model, config)
+        _engines[model] = (signature, engine)
+        return engine
+
+
+def _signature(model: PreTrainedModel) -> Hashable:
+    parameter = next(model.parameters())
+    kind = parameter.device.type
+    autocast = torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
+    return (parameter.device, parameter.dtype, autocast)
+
+
+def get_engine(model: Any) -> PagedEngine | None:
+    """The engine behind a model's paged `generate`, or None before its first call. PEFT and compiled wrappers unwrap."""
+    with _guard:
+        return _engines.get(unwrap_model(model), (None, None))[1]
+
+
+def release(model: Any) -> None:
+    """Gives back the pool of a model's paged `generate`; the next call makes a new one."""
+    with _guard:
+        _, engine = _engines.pop(unwrap_model(model), (None, None))
+    if engine is not None:
+        engine.close()

@@ -1,0 +1,284 @@
+"""`model.generate(..., cache_implementation="paged")`: three wrapped methods, and the way back.
+
+    generate                         finds out whether "paged" is meant, opens a scope, calls the original
+      stock prepares everything      inputs, masks, processors, criteria: its semantics stay its own
+      _prepare_cache_for_generation  beams, assisted and other loops of stock get a PagedKVCache
+      _sample                        greedy and sampling run on the engine instead of stock's loop
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from transformers.generation.utils import GenerationMixin
+
+from hf_paged.config import PagedConfig
+
+logger = logging.getLogger("hf_paged")
+
+# Model inputs that a packed row carries in its own way, or that don't change what it computes.
+_KNOWN_INPUTS = frozenset({"attention_mask", "position_ids", "use_cache", "logits_to_keep"})
+
+_METHODS = ("generate", "_prepare_cache_for_generation", "_sample")
+_originals: dict[str, Callable[..., Any]] = {}
+_wrappers: dict[str, Callable[..., Any]] = {}
+_said: set[str] = set()
+
+
+@dataclass
+class _PagedCall:
+    """One paged `generate` call of one model, in one thread."""
+
+    model: Any
+    config: PagedConfig | None
+    has_own_positions: bool
+
+
+class _Local(threading.local):
+    call: _PagedCall | None = None
+
+
+_local = _Local()
+
+
+@contextmanager
+def _scope(call: _PagedCall | None) -> Iterator[None]:
+    # nested calls, of an assistant model for one, are not paged unless they say so
+    previous, _local.call = _local.call, call
+    try:
+        yield
+    finally:
+        _local.call = previous
+
+
+def _current(model: Any) -> _PagedCall | None:
+    call = _local.call
+    return call if call is not None and call.model is model else None
+
+
+# -- the wrapped methods ------------------------------------------------------------------------------------------------
+
+
+def _generate(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    args, kwargs, call = _take_request(model, args, kwargs)
+    with _scope(call):
+        return original(model, *args, **kwargs)
+
+
+def _take_request(
+    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], _PagedCall | None]:
+    """Finds "paged" in the keywords, the given or the model's generation config, and takes it out of the first two."""
+    given = args[1] if len(args) > 1 else kwargs.get("generation_config")
+    if _setting("cache_implementation", model, given, kwargs) != "paged":
+        return args, kwargs, None
+    value = _setting("cache_config", model, given, kwargs)
+    config = None if value is None else PagedConfig.from_any(value)
+    kwargs = {name: item for name, item in kwargs.items() if name not in ("cache_implementation", "cache_config")}
+    if given is not None and (given.cache_implementation is not None or given.cache_config is not None):
+        given = copy.copy(given)
+        given.cache_implementation = given.cache_config = None
+        if len(args) > 1:
+            args = (args[0], given, *args[2:])
+        else:
+            kwargs["generation_config"] = given
+    return args, kwargs, _PagedCall(model, config, kwargs.get("position_ids") is not None)
+
+
+def _setting(name: str, model: Any, given: Any, kwargs: dict[str, Any]) -> Any:
+    if name in kwargs:
+        return kwargs[name]
+    if given is not None and getattr(given, name) is not None:
+        return getattr(given, name)
+    return getattr(getattr(model, "generation_config", None), name, None)
+
+
+def _prepare_cache(
+    original: Callable[..., Any],
+    model: Any,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    generation_mode: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if _current(model) is None:
+        return original(model, generation_config, model_kwargs, generation_mode, *args, **kwargs)
+    # the model's own generation config may be where "paged" came from; this is a copy of it
+    generation_config.cache_implementation = generation_config.cache_config = None
+    if generation_mode in ("sample", "greedy_search") and type(model)._sample is GenerationMixin._sample:
+        return None  # _sample decides, and makes a cache if it is stock's loop that runs
+    _say(model, f"{getattr(generation_mode, 'value', generation_mode)} runs stock's loop on a PagedKVCache")
+    return _give_paged_cache(original, model, generation_config, model_kwargs, generation_mode, *args, **kwargs)
+
+
+def _give_paged_cache(
+    original: Callable[..., Any],
+    model: Any,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Lets stock prepare its cache, then puts a PagedKVCache in the place of the DynamicCache that it made."""
+    from transformers.cache_utils import DynamicCache, EncoderDecoderCache  # noqa: PLC0415  import time counts
+
+    from hf_paged.cache.paged_cache import PagedKVCache  # noqa: PLC0415
+    from hf_paged.compat import CACHE_KEYWORD  # noqa: PLC0415
+
+    is_own = model_kwargs.get(CACHE_KEYWORD) is not None
+    result = original(model, generation_config, model_kwargs, *args, **kwargs)
+    made = model_kwargs.get(CACHE_KEYWORD)
+    if is_own or made is None:
+        return result
+    inner = made.self_attention_cache if isinstance(made, EncoderDecoderCache) else made
+    if type(inner) is not DynamicCache or not PagedKVCache.can_replace(inner):
+        return result
+    paged = PagedKVCache(model.config)
+    if generation_config.is_assistant:
+        paged.activate_past_recording()
+    if inner is made:
+        model_kwargs[CACHE_KEYWORD] = paged
+    else:
+        model_kwargs[CACHE_KEYWORD] = EncoderDecoderCache(paged, made.cross_attention_cache)
+    return result
+
+
+def _sample(
+    original: Callable[..., Any],
+    model: Any,
+    input_ids: Any,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    synced_gpus: bool = False,
+    streamer: Any = None,
+    **model_kwargs: Any,
+) -> Any:
+    call = _current(model)
+    if call is not None:
+        reason = _why_stock(model, call, stopping_criteria, generation_config, synced_gpus, model_kwargs)
+        if reason is None:
+            from hf_paged.errors import UnsupportedModelError  # noqa: PLC0415
+            from hf_paged.integrations.decoding import Batch, decode  # noqa: PLC0415
+            from hf_paged.integrations.engines import engine_for  # noqa: PLC0415
+
+            try:
+                engine = engine_for(model, call.config)
+            except UnsupportedModelError as error:
+                reason = str(error)
+            else:
+                mask = model_kwargs.get("attention_mask")
+                return decode(
+                    engine, Batch(input_ids, mask, logits_processor, stopping_criteria, generation_config, streamer)
+                )
+        _fall_back(model, reason)
+        _give_paged_cache(
+            _originals["_prepare_cache_for_generation"],
+            model,
+            generation_config,
+            model_kwargs,
+            generation_config.get_generation_mode(),
+            input_ids.shape[0],
+            int(stopping_criteria.max_length or 0),
+        )
+    return original(
+        model,
+        input_ids,
+        logits_processor=logits_processor,
+        stopping_criteria=stopping_criteria,
+        generation_config=generation_config,
+        synced_gpus=synced_gpus,
+        streamer=streamer,
+        **model_kwargs,
+    )
+
+
+def _why_stock(
+    model: Any,
+    call: _PagedCall,
+    stopping_criteria: Any,
+    generation_config: Any,
+    synced_gpus: bool,
+    model_kwargs: dict[str, Any],
+) -> str | None:
+    """Why the engine can't run this call, or None if it can."""
+    if model.config.is_encoder_decoder:
+        return "encoder-decoder models run stock's loop"
+    if synced_gpus:
+        return "synced_gpus needs stock's loop, whose ranks step together"
+    if generation_config.output_attentions or generation_config.output_hidden_states:
+        return "attentions and hidden states come from stock's loop"
+    if generation_config.use_cache is False:
+        return "use_cache=False needs stock's loop"
+    if generation_config.is_assistant:
+        return "an assistant model drafts with stock's loop"
+    if stopping_criteria.max_length is None:
+        return "a call without any max_length or max_new_tokens runs stock's loop"
+    if call.has_own_positions:
+        return "position_ids of one's own need stock's loop"
+    extra = sorted(name for name, value in model_kwargs.items() if value is not None and name not in _KNOWN_INPUTS)
+    if extra:
+        return f"{', '.join(extra)} {'needs' if len(extra) == 1 else 'need'} stock's loop"
+    return None
+
+
+def _fall_back(model: Any, reason: str) -> None:
+    from hf_paged.integrations.engines import get_engine  # noqa: PLC0415
+
+    engine = get_engine(model)
+    if engine is not None:
+        engine.count_fallback()
+    _say(model, reason)
+
+
+def _say(model: Any, reason: str) -> None:
+    message = f"cache_implementation='paged' on {type(model).__name__}: {reason}."
+    if message not in _said:
+        _said.add(message)
+        logger.warning(message)
+
+
+# -- install and uninstall ------------------------------------------------------------------------------------------------
+
+
+def install() -> None:
+    """Wraps the three methods. Done by `import hf_paged`; a second time changes nothing."""
+    implementations = {
+        "generate": _generate,
+        "_prepare_cache_for_generation": _prepare_cache,
+        "_sample": _sample,
+    }
+    if _wrappers:
+        return
+    for name in _METHODS:
+        original = getattr(GenerationMixin, name)
+        _originals[name] = original
+        wrapper = _wrap(original, implementations[name])
+        _wrappers[name] = wrapper
+        setattr(GenerationMixin, name, wrapper)
+
+
+def _wrap(original: Callable[..., Any], implementation: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def wrapper(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if wrapper not in _wrappers.values():  # uninstalled, but someone's later patch still calls us
+            return original(model, *args, **kwargs)
+        return implementation(original, model, *args, **kwargs)
+
+    return wrapper
+
+
+def uninstall() -> None:
+    """Puts the three methods back. A patch that someone else laid over ours stays, and calls the original through it."""
+    for name, wrapper in _wrappers.items():
+        if getattr(GenerationMixin, name) is wrapper:
+            setattr(GenerationMixin, name, _originals[name])
+    _wrappers.clear()

@@ -1,0 +1,69 @@
+"""AttentionBackend: what every implementation of paged attention promises."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+
+from hf_paged.kernels.metadata import AttentionMetadata, AttentionParams
+
+
+class AttentionBackend(ABC):
+    """One way to compute attention over a paged cache. Subclass it and hand it to `register_backend`.
+
+    An instance belongs to one engine and is used by one thread at a time.
+    """
+
+    name: ClassVar[str]
+    """What `PagedConfig.attention_backend` calls it."""
+
+    auto_priority: ClassVar[int | None] = None
+    """"auto" takes the highest one that can run; None: only when asked for by name."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+        """Attention calls so far: every pass over some queries and some keys counts as one."""
+
+    @classmethod
+    @abstractmethod
+    def unavailable_reason(cls, device: torch.device) -> str | None:
+        """Why this backend can't run on a device, as half a sentence, or None when it can."""
+
+    @abstractmethod
+    def attend(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        params: AttentionParams,
+    ) -> torch.Tensor:
+        """Attends for every token of a packed step. K and V of these tokens are in the cache already.
+
+        Query i of a sequence with n queries (`query_lens`) and L keys (`kv_lens`) stands at position p = L - n + i:
+
+            keys                0 1 2 3 4 5 6 7         L = 8
+            queries                       0 1 2         n = 3, so query 0 stands at position 5
+            seen by query 1     + + + + + + + .         causal: its own position and those before
+              window 4          . . . + + + + .         only the last `window` of them, its own included
+              chunk 4           . . . . + + + .         only those of its own chunk: p // chunk
+
+        Scores are `scale * q.k`, capped by `softcap` before they are masked. `sinks` add one logit a query head to the
+        softmax's denominator, and no value. Query head h reads kv head h // G, with G = Hq / Hkv.
+
+        A slot that no query sees may hold anything, NaN included: the tail of a last block, other sequences' blocks,
+        and whatever block 0 holds where the table reads 0 for a block freed behind the window. None of it may reach
+        the result.
+
+        Args:
+            query: `[T, Hq, D]`, the queries of all sequences one after another.
+            key_cache: `[num_blocks, block_size, Hkv, D]`, contiguous, on the query's device, in any floating dtype.
+            value_cache: `[num_blocks, block_size, Hkv, Dv]`, the same.
+            metadata: lengths and block table of the step. `plans` keeps what was derived for the step's other layers.
+            params: scale, window, chunk, softcap and sinks of this layer.
+
+        Returns:
+            `[T, Hq, Dv]` in the query's dtype.
+        """
