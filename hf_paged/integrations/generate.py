@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 from transformers.generation.utils import GenerationMixin
 
 from hf_paged.config import PagedConfig
@@ -128,9 +129,7 @@ def _give_paged_cache(
     **kwargs: Any,
 ) -> Any:
     """Lets stock prepare its cache, then puts a PagedKVCache in the place of the DynamicCache that it made."""
-    from transformers.cache_utils import DynamicCache, EncoderDecoderCache  # noqa: PLC0415  import time counts
-
-    from hf_paged.cache.paged_cache import PagedKVCache  # noqa: PLC0415
+    from hf_paged.cache.paged_cache import PagedKVCache  # noqa: PLC0415  import time counts
     from hf_paged.compat import CACHE_KEYWORD  # noqa: PLC0415
 
     is_own = model_kwargs.get(CACHE_KEYWORD) is not None
@@ -139,7 +138,8 @@ def _give_paged_cache(
     if is_own or made is None:
         return result
     inner = made.self_attention_cache if isinstance(made, EncoderDecoderCache) else made
-    if type(inner) is not DynamicCache or not PagedKVCache.can_replace(inner):
+    plain = (DynamicLayer, DynamicSlidingWindowLayer)  # recurrent states and indexers stay with stock's cache
+    if type(inner) is not DynamicCache or any(type(layer) not in plain for layer in inner.layers):
         return result
     paged = PagedKVCache(model.config)
     if generation_config.is_assistant:

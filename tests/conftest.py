@@ -1,0 +1,39 @@
+"""Settings that hold for every test: one thread, no network, seeded draws, and the count of comparisons at the end."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import pytest
+import torch
+
+from tests.oracle import TALLY
+
+torch.set_num_threads(1)  # the models are tiny; more threads only wait for each other
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "grid: the large grid of settings; runs only with -m grid")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "grid" in config.option.markexpr:
+        return
+    large = [item for item in items if item.get_closest_marker("grid")]
+    if large:
+        config.hook.pytest_deselected(items=large)
+        items[:] = [item for item in items if not item.get_closest_marker("grid")]
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if TALLY.comparisons:
+        counts = f"{TALLY.comparisons} comparisons, {TALLY.tokens} tokens, {TALLY.differing_tokens} differing"
+        terminalreporter.write_line(f"equal to stock: {counts}")

@@ -1,0 +1,148 @@
+"""Packed batches over a scattered, poisoned cache.
+
+Every slot that no query may read is NaN: block 0 (which freed table entries point at), the tails of last blocks, blocks
+that nobody owns, and, with a window or a chunk, the keys that lie before the first one seen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from hf_paged.kernels.backend import AttentionBackend
+from hf_paged.kernels.metadata import AttentionMetadata, AttentionParams
+
+
+@dataclass
+class Packed:
+    """A step, and the dense K and V that its cache was filled from."""
+
+    query: torch.Tensor  # [T, Hq, D]
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    metadata: AttentionMetadata
+    params: AttentionParams
+    keys: list[torch.Tensor]  # [L, Hkv, D] of each sequence
+    values: list[torch.Tensor]  # [L, Hkv, Dv]
+
+    def attend(self, backend: AttentionBackend) -> torch.Tensor:
+        """What a backend makes of it, with the plans of other backends forgotten."""
+        self.metadata.plans.clear()
+        return backend.attend(self.query, self.key_cache, self.value_cache, self.metadata, self.params)
+
+    def tokens_of(self, sequence: int) -> slice:
+        """Where a sequence's queries are in the batch."""
+        start = sum(self.metadata.query_lens[:sequence])
+        return slice(start, start + self.metadata.query_lens[sequence])
+
+
+def pack(
+    lengths: list[tuple[int, int]],
+    *,
+    num_kv_heads: int = 2,
+    group_size: int = 2,
+    head_dim: int = 16,
+    value_dim: int | None = None,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    key_dtype: torch.dtype | None = None,
+    value_dtype: torch.dtype | None = None,
+    window: int | None = None,
+    chunk: int | None = None,
+    softcap: float | None = None,
+    with_sinks: bool = False,
+    seed: int = 0,
+) -> Packed:
+    """A batch of sequences with (queries, keys) as many as `lengths` says."""
+    random = torch.Generator().manual_seed(seed)
+    value_dim = value_dim or head_dim
+    num_heads = num_kv_heads * group_size
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=random)
+
+    block_counts = [-(-keys // block_size) for _, keys in lengths]
+    num_blocks = 1 + sum(block_counts) + 5
+    key_cache = torch.full((num_blocks, block_size, num_kv_heads, head_dim), float("nan"), dtype=key_dtype or dtype)
+    value_cache = torch.full(
+        (num_blocks, block_size, num_kv_heads, value_dim), float("nan"), dtype=value_dtype or dtype
+    )
+    ids = (1 + torch.randperm(num_blocks - 1, generator=random)).tolist()
+    block_table = torch.zeros(len(lengths), max(block_counts) + 2, dtype=torch.int32)
+    all_keys, all_values = [], []
+    for row, (num_queries, num_keys) in enumerate(lengths):
+        keys = normal(num_keys, num_kv_heads, head_dim).to(key_cache.dtype)
+        values = normal(num_keys, num_kv_heads, value_dim).to(value_cache.dtype)
+        all_keys.append(keys)
+        all_values.append(values)
+        first_query = num_keys - num_queries
+        first_seen = max(
+            0 if window is None else first_query - window + 1, 0 if chunk is None else first_query // chunk * chunk, 0
+        )
+        for logical in range(first_seen // block_size, block_counts[row]):
+            block_table[row, logical] = ids.pop()
+        positions = torch.arange(first_seen, num_keys)
+        blocks = block_table[row, positions // block_size].long()
+        key_cache[blocks, positions % block_size] = keys[first_seen:]
+        value_cache[blocks, positions % block_size] = values[first_seen:]
+
+    query_lens, kv_lens = (tuple(column) for column in zip(*lengths, strict=True))
+    metadata = AttentionMetadata(
+        query_start_loc=torch.tensor([0, *query_lens]).cumsum(0).int(),
+        seq_lens=torch.tensor(kv_lens, dtype=torch.int32),
+        block_table=block_table,
+        slot_mapping=torch.zeros(sum(query_lens), dtype=torch.int64),  # for writing, which has happened
+        block_size=block_size,
+        query_lens=query_lens,
+        kv_lens=kv_lens,
+    )
+    # As it comes from a model: heads first in memory.
+    query = normal(num_heads, sum(query_lens), head_dim).to(dtype).transpose(0, 1)
+    sinks = normal(num_heads).to(dtype) if with_sinks else None
+    params = AttentionParams(head_dim**-0.5, window=window, chunk=chunk, softcap=softcap, sinks=sinks)
+    return Packed(query, key_cache, value_cache, metadata, params, all_keys, all_values)
+
+
+def dense_attention(packed: Packed) -> torch.Tensor:
+    """The same step from dense tensors padded to the longest sequence, in float64: independent of any block table."""
+    metadata, params = packed.metadata, packed.params
+    num_heads, num_kv_heads = packed.query.shape[1], packed.key_cache.shape[2]
+    sequences = range(len(metadata.kv_lens))
+    query = torch.zeros(len(sequences), num_heads, max(metadata.query_lens), packed.query.shape[2]).double()
+    for s in sequences:
+        query[s, :, : metadata.query_lens[s]] = packed.query[packed.tokens_of(s)].double().transpose(0, 1)
+    keys = torch.nn.utils.rnn.pad_sequence([k.double() for k in packed.keys], batch_first=True).transpose(1, 2)
+    values = torch.nn.utils.rnn.pad_sequence([v.double() for v in packed.values], batch_first=True).transpose(1, 2)
+    head_of = [head * num_kv_heads // num_heads for head in range(num_heads)]
+    scores = query @ keys[:, head_of].transpose(2, 3) * params.scale
+    if params.softcap:
+        scores = torch.tanh(scores / params.softcap) * params.softcap
+    weights = scores.exp()
+    seen = torch.zeros(len(sequences), *scores.shape[2:])
+    for s in sequences:
+        for i in range(metadata.query_lens[s]):
+            position = metadata.kv_lens[s] - metadata.query_lens[s] + i
+            first = 0
+            if params.window:
+                first = max(first, position + 1 - params.window)
+            if params.chunk:
+                first = max(first, position - position % params.chunk)
+            seen[s, i, first : position + 1] = 1
+    weights = weights * seen[:, None]
+    total = weights.sum(-1, keepdim=True)
+    if params.sinks is not None:
+        total = total + params.sinks.double().exp().view(1, -1, 1, 1)
+    out = weights @ values[:, head_of] / total
+    flat = [out[s, :, : metadata.query_lens[s]].transpose(0, 1) for s in sequences]
+    return torch.cat(flat).to(packed.query.dtype)
+
+
+def decodes(kv_lens: list[int]) -> list[tuple[int, int]]:
+    """Lengths of a batch that decodes one token a sequence."""
+    return [(1, kv_len) for kv_len in kv_lens]
+
+
+def with_params(packed: Packed, **changes: object) -> Packed:
+    """The same step with other attention parameters."""
+    return replace(packed, params=replace(packed.params, **changes))  # type: ignore[arg-type]

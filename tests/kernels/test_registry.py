@@ -1,0 +1,97 @@
+"""Attention backends by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from hf_paged.errors import ConfigError
+from hf_paged.kernels import registry
+from hf_paged.kernels.reference import ReferenceBackend
+from hf_paged.kernels.registry import available_backends, register_backend, resolve_backend
+from hf_paged.kernels.torch_backend import TorchBackend
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _restored_registry() -> Iterator[None]:
+    before = dict(registry._backends)
+    yield
+    registry._backends.clear()
+    registry._backends.update(before)
+
+
+def test_auto_is_the_torch_backend_on_a_cpu() -> None:
+    assert type(resolve_backend("auto", CPU)) is TorchBackend
+
+
+def test_names_resolve_to_new_instances() -> None:
+    assert type(resolve_backend("reference", "cpu")) is ReferenceBackend
+    assert resolve_backend("torch", CPU) is not resolve_backend("torch", CPU)
+
+
+def test_an_unknown_name_gets_the_nearest_one() -> None:
+    with pytest.raises(ConfigError, match=r"no attention backend 'tortch'.*did you mean 'torch'"):
+        resolve_backend("tortch", CPU)
+
+
+def test_a_name_that_is_taken_is_refused() -> None:
+    class Other(ReferenceBackend):
+        name = "torch"
+
+    with pytest.raises(ConfigError, match="'torch' is registered already"):
+        register_backend(Other)
+    assert type(resolve_backend("torch", CPU)) is TorchBackend
+
+
+def test_registering_the_same_class_twice_is_harmless() -> None:
+    assert register_backend(TorchBackend) is TorchBackend
+
+
+@pytest.mark.parametrize("taken", ["auto", ""])
+def test_reserved_names_are_refused(taken: str) -> None:
+    class Reserved(ReferenceBackend):
+        name = taken
+
+    with pytest.raises(ConfigError, match="must be a string other than"):
+        register_backend(Reserved)
+
+
+def test_auto_takes_the_highest_priority_that_can_run() -> None:
+    @register_backend
+    class Fast(TorchBackend):
+        name = "fast"
+        auto_priority = 10
+
+    @register_backend
+    class Faster(TorchBackend):
+        name = "faster"
+        auto_priority = 20
+
+        @classmethod
+        def unavailable_reason(cls, device: torch.device) -> str | None:
+            return "it needs a card that nobody has"
+
+    assert type(resolve_backend("auto", CPU)) is Fast
+    with pytest.raises(ConfigError, match="'faster' can't run on cpu: it needs a card that nobody has"):
+        resolve_backend("faster", CPU)
+    assert available_backends(CPU) == {
+        "torch": None,
+        "reference": None,
+        "fast": None,
+        "faster": "it needs a card that nobody has",
+    }
+
+
+def test_reasons_are_those_of_the_device() -> None:
+    assert available_backends("meta")["torch"] is not None
+    assert available_backends("cpu")["torch"] is None
+    assert "float64" in (available_backends("mps")["reference"] or "")
+
+
+def test_nothing_that_can_run_is_an_error_that_names_the_device() -> None:
+    with pytest.raises(ConfigError, match="No attention backend can run on meta"):
+        resolve_backend("auto", torch.device("meta"))
