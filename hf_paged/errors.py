@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class PagedError(Exception):
@@ -42,7 +42,11 @@ class PackedStepError(PagedError, RuntimeError):
 
 
 class GenerationFailedError(PagedError, RuntimeError):
-    """A request ended with `finish_reason="error"`. `__cause__` is the exception that ended it."""
+    """A request ended with `finish_reason="error"`. `__cause__` is what ended it, `outputs` are all of the call's."""
+
+    def __init__(self, message: str, outputs: Sequence[object] = ()) -> None:
+        super().__init__(message)
+        self.outputs = tuple(outputs)
 
 
 class PoolMemoryError(PagedError, MemoryError):

@@ -12,8 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_paged.errors import UnsupportedModelError
-
-ATTENTION_NAME = "hf_paged"
+from hf_paged.kernels.swapped import ATTENTION_NAME, swap_in, swap_out
 
 _locks: weakref.WeakKeyDictionary[torch.nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 _locks_guard = threading.Lock()
@@ -68,16 +67,17 @@ def paged_attention(configs: Sequence[Any], model: torch.nn.Module) -> Iterator[
     Hold the model's lock. Modules in training mode are set to evaluation: dropout would make every step differ, and
     gradient checkpointing keeps some models from updating their cache at all.
     """
-    before = [config._attn_implementation_internal for config in configs]
     training = [module for module in model.modules() if module.training] if model.training else []
+    swapped = []
     try:
         for config in configs:
-            config._attn_implementation_internal = ATTENTION_NAME
+            swap_in(config)
+            swapped.append(config)
         for module in training:
             module.training = False
         yield
     finally:
         for module in training:
             module.training = True
-        for config, implementation in zip(configs, before, strict=True):
-            config._attn_implementation_internal = implementation
+        for config in swapped:
+            swap_out(config)

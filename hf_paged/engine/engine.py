@@ -230,7 +230,7 @@ class PagedEngine:
         self._scheduler.finish(sequence)
         request = sequence.request
         self._changed[request.request_id] = request
-        if request.is_finished and len(request.sequences) >= (request.num_sequences if not request.error else 1):
+        if request.is_finished:
             request.finished_time = time.monotonic()
             self._requests.pop(request.request_id, None)
 
@@ -360,7 +360,7 @@ class PagedEngine:
 
         Raises:
             RequestError: one of the requests is malformed; none has run.
-            GenerationFailedError: a request ended with an error; the others ran to their end.
+            GenerationFailedError: a request ended with an error; the others ran to their end, and its `outputs` has all.
         """
         per_prompt = _spread(keywords, len(prompts))
         requests = [self._make_request(prompt, options) for prompt, options in zip(prompts, per_prompt, strict=True)]
@@ -411,8 +411,10 @@ class PagedEngine:
     # -- rows driven from outside -------------------------------------------------------------------------------------
 
     def add_external(self, request: Request) -> None:
-        """Queues a request whose tokens are chosen outside: see `external_logits` and `append_token`."""
-        self._check_fits(request)
+        """Queues a request whose tokens are chosen outside: see `external_logits` and `append_tokens`.
+
+        Its `max_new_tokens` may be more than fits: most rows end long before. `append_tokens` raises if one doesn't.
+        """
         with self._lock:
             self._add(request)
 
@@ -440,9 +442,20 @@ class PagedEngine:
         self._publish()
 
     def append_tokens(self, sequences: SequenceOf[Sequence], token_ids: SequenceOf[int]) -> None:
-        """Gives external sequences their next tokens."""
+        """Gives external sequences their next tokens.
+
+        Raises:
+            CapacityError: a sequence alone has outgrown the pool, or the model's positions.
+        """
+        limits = [limit for limit in (self._max_positions, self._allocator.max_tokens_per_sequence) if limit is not None]
+        limit = min(limits, default=None)
         with self._lock:
             for sequence, token_id in zip(sequences, token_ids, strict=True):
+                if limit is not None and sequence.num_tokens >= limit:
+                    raise CapacityError(
+                        f"A row has {sequence.num_tokens} tokens and no room for more: the pool, or the model's positions, "
+                        f"hold {limit}. Lower max_new_tokens, or raise memory_fraction or num_blocks of the cache_config."
+                    )
                 sequence.token_ids.append(token_id)
                 sequence.next_logits = None
                 if sequence.state is SequenceState.IDLE:
@@ -455,9 +468,6 @@ class PagedEngine:
                 if not sequence.is_finished:
                     sequence.next_logits = None
                     self._finish(sequence, "stop", None)
-            for sequence in sequences:
-                if sequence.request.is_finished:
-                    self._requests.pop(sequence.request.request_id, None)
 
     # -- the pool -----------------------------------------------------------------------------------------------------
 
@@ -611,6 +621,6 @@ def _raise_failure(outputs: SequenceOf[RequestOutput]) -> None:
         error = failed[0].error
         others = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
         raise GenerationFailedError(
-            f"Request {failed[0].request_id!r}{others} failed: {type(error).__name__}: {error}"
+            f"Request {failed[0].request_id!r}{others} failed: {type(error).__name__}: {error}", outputs
         ) from error
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from hf_paged.cache.allocator import BlockAllocator
 from hf_paged.cache.layout import CacheLayout
 from hf_paged.cache.step_cache import StepCache
-from hf_paged.cache.storage import LayerStorage
+from hf_paged.cache.storage import KVSpec, LayerStorage
 from hf_paged.compat import CACHE_KEYWORD
 from hf_paged.config import PagedConfig
 from hf_paged.engine.attention_swap import model_lock, paged_attention, switchable_configs
@@ -47,6 +47,11 @@ class ModelRunner:
         self.backend = resolve_backend(config.attention_backend, self.device)
         self.cache: StepCache | None = None
 
+    def probe(self, num_tokens: int) -> None:
+        """Runs a forward of `num_tokens` tokens that touches no pool, to see what a step allocates."""
+        with self.lock:
+            probe_layout(self._get_model(), self._configs, num_tokens)
+
     def pool_bytes(self, allocator: BlockAllocator, num_blocks: int) -> int:
         """Bytes of a pool of `num_blocks` blocks of full context, all groups together."""
         return sum(
@@ -56,9 +61,10 @@ class ModelRunner:
 
     def group_bytes_per_token(self, group: int) -> int:
         """Bytes of one token in all layers of a group, as stored."""
-        return sum(self._stored(index).bytes_per_token for index in self.layout.group_layers(group))
+        return sum(self.stored_spec(index).bytes_per_token for index in self.layout.group_layers(group))
 
-    def _stored(self, layer_idx: int) -> Any:
+    def stored_spec(self, layer_idx: int) -> KVSpec:
+        """What the pool holds of a layer: the model's shapes, the config's types."""
         return self.layout.layers[layer_idx].spec.stored_as(self._config.k_dtype, self._config.v_dtype)
 
     def allocate_pool(self, allocator: BlockAllocator) -> None:
@@ -69,7 +75,7 @@ class ModelRunner:
         """
         if self.cache is None:
             storages = {
-                index: LayerStorage(self._stored(index), allocator.pools[layer.group].num_blocks, allocator.block_size)
+                index: LayerStorage(self.stored_spec(index), allocator.pools[layer.group].num_blocks, allocator.block_size)
                 for index, layer in self.layout.layers.items()
             }
             self.cache = StepCache(self.layout, storages, self.backend)

@@ -20,7 +20,7 @@ from hf_paged.scheduler.output import ScheduledSequence, SchedulerOutput
 
 # Largest difference of logits, relative to the largest logit. Float32 runs differ by 1e-6; a neighbour's token in the
 # context, or a position off by one, moves them by more than a tenth. Half types need room for rounding.
-_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
+_TOLERANCE = 1e-3
 _HALF_TOLERANCE = 8e-2
 
 _PROMPT_LENGTHS = (5, 3)
@@ -38,12 +38,19 @@ def check_packed_step(runner: ModelRunner, model: PreTrainedModel, config: Paged
     packed, alone = packed.to(alone.device), alone.to(packed.dtype)
     scale = alone.abs().amax().clamp_min(1e-6)
     difference = ((packed - alone).abs().amax() / scale).item()
-    tolerance = _TOLERANCE.get(model.dtype, _HALF_TOLERANCE)
+    tolerance = _HALF_TOLERANCE if _rounds(runner, model) else _TOLERANCE
     if not difference <= tolerance:
         raise UnsupportedModelError(
             f"{type(model).__name__} can't run packed. Its logits in a packed step differ from those of the prompt alone "
             f"by {difference:.1e} of the largest."
         )
+
+
+def _rounds(runner: ModelRunner, model: PreTrainedModel) -> bool:
+    # whether weights, K, V or what autocast makes of them are of a half type
+    specs = [runner.stored_spec(index) for index in runner.layout.layers]
+    types = {model.dtype, *(spec.key_dtype for spec in specs), *(spec.value_dtype for spec in specs)}
+    return any(dtype.itemsize < 4 for dtype in types) or torch.is_autocast_enabled(runner.device.type)
 
 
 def _packed_logits(runner: ModelRunner, config: PagedConfig, prompts: list[list[int]]) -> torch.Tensor:

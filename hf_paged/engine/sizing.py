@@ -73,7 +73,17 @@ def config_floor(runner: ModelRunner, allocator: BlockAllocator) -> int:
 
 
 def engine_blocks(runner: ModelRunner, allocator: BlockAllocator, config: PagedConfig, max_context: int | None) -> int:
-    """Blocks of an explicit engine: what its sequences could use, as far as memory goes."""
+    """Blocks of an explicit engine: what its sequences could use, as far as memory goes after one measured step."""
     context = max_context or _DEFAULT_CONTEXT
     wanted = config.max_requests_per_batch * allocator.blocks_for(context)
-    return min(wanted, blocks_in_memory(runner, allocator, config))
+    return min(wanted, blocks_in_memory(runner, allocator, config, -_step_bytes(runner, config)))
+
+
+def _step_bytes(runner: ModelRunner, config: PagedConfig) -> int:
+    # what a full step allocates besides the pool; measured where the allocator keeps count, which the CPU's doesn't
+    if runner.device.type != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats(runner.device)
+    before = torch.cuda.memory_allocated(runner.device)
+    runner.probe(config.max_batch_tokens)
+    return int(torch.cuda.max_memory_allocated(runner.device) - before)

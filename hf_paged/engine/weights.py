@@ -29,4 +29,13 @@ def weights_fingerprint(model: torch.nn.Module) -> Hashable | None:
         content = tuple(
             torch.cat(values).float().cpu().numpy().tobytes() for values in samples.values() if values[0].numel()
         )
-    return (tuple(identities), content)
+    return (tuple(identities), content, _active_adapters(model))
+
+
+def _active_adapters(model: torch.nn.Module) -> Hashable:
+    # which of PEFT's adapters take part changes what is computed, and no parameter
+    return tuple(
+        (tuple(module._active_adapter), bool(module._disable_adapters), len(module.merged_adapters))  # type: ignore[arg-type]
+        for module in model.modules()
+        if hasattr(module, "_active_adapter") and hasattr(module, "merged_adapters")
+    )

@@ -6,8 +6,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_paged.kernels.interface import paged_attention_forward, paged_mask
-
-ATTENTION_NAME = "hf_paged"
+from hf_paged.kernels.swapped import ATTENTION_NAME
 
 
 def register_attention() -> None:

@@ -116,7 +116,7 @@ def _prepare_cache(
     generation_config.cache_implementation = generation_config.cache_config = None
     if generation_mode in ("sample", "greedy_search") and type(model)._sample is GenerationMixin._sample:
         return None  # _sample decides, and makes a cache if it is stock's loop that runs
-    _say(model, f"{getattr(generation_mode, 'value', generation_mode)} runs stock's loop on a PagedKVCache")
+    _fall_back(model, f"{getattr(generation_mode, 'value', generation_mode)} runs stock's loop on a PagedKVCache")
     return _give_paged_cache(original, model, generation_config, model_kwargs, generation_mode, *args, **kwargs)
 
 

@@ -2,7 +2,8 @@
 
     in a packed step   tagged keys   -> the cache's backend, on blocks
                        anything else -> an error: falling back would mix the packed sequences
-    outside of one                   -> the same as sdpa, or as the model's own eager code for softcap and sinks
+    outside of one                   -> what the model had before the swap; where "hf_paged" is the user's own choice,
+                                        the same as sdpa, or as the model's eager code for softcap and sinks
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_paged.errors import PackedStepError
 from hf_paged.kernels.metadata import AttentionParams, PackedStep, current_step
+from hf_paged.kernels.swapped import ATTENTION_NAME, own_implementation
 
 if TYPE_CHECKING:
     from hf_paged.cache.step_cache import StepCache
@@ -97,16 +100,33 @@ def _plain_attention(
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    own = own_implementation(getattr(module, "config", None))
+    if own == "eager" and eager is not None:  # swapped out by another thread; so was the mask
+        return _call(eager, module, query, key, value, attention_mask, scaling, dropout, options)
+    if own != ATTENTION_NAME and own in ALL_ATTENTION_FUNCTIONS:
+        attention = ALL_ATTENTION_FUNCTIONS[own]
+        return _call(attention, module, query, key, value, attention_mask, scaling, dropout, options)
     if eager is None or (options.get("softcap") is None and options.get("s_aux") is None):
-        return sdpa_attention_forward(  # type: ignore[no-any-return]
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
-        )
+        return _call(sdpa_attention_forward, module, query, key, value, attention_mask, scaling, dropout, options)
     mask = _additive_mask(module, query, key, attention_mask, options)
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
-    return eager(  # type: ignore[no-any-return]
-        module, query, key, value, mask, scaling=scaling, dropout=dropout, **options
-    )
+    return _call(eager, module, query, key, value, mask, scaling, dropout, options)
+
+
+def _call(
+    attention: Callable[..., Any],
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    options: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    output, weights = attention(module, query, key, value, mask, scaling=scaling, dropout=dropout, **options)
+    return output, weights
 
 
 def _additive_mask(
@@ -130,17 +150,16 @@ def _additive_mask(
     )
 
 
-def paged_mask(
-    *args: Any, mask_function: Callable[..., torch.Tensor] | None = None, local_size: int | None = None, **options: Any
-) -> torch.Tensor | None:
-    """No mask in a packed step, where the metadata says who sees what; else what sdpa gets."""
+def paged_mask(*args: Any, **options: Any) -> torch.Tensor | None:
+    """No mask in a packed step, where the metadata says who sees what; else what the model's own attention gets."""
     step = current_step()
-    if mask_function is not None:
-        options["mask_function"] = mask_function
     if step is None:
-        return sdpa_mask(*args, local_size=local_size, **options)  # type: ignore[no-any-return]
-    if step.probe is None or mask_function is None:
+        own = own_implementation(options.get("config"))
+        make = sdpa_mask if own == ATTENTION_NAME else ALL_MASK_ATTENTION_FUNCTIONS[own]
+        mask: torch.Tensor | None = make(*args, **options)
+        return mask
+    if step.probe is None:
         return None
-    mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
-    step.probe.saw_mask(mask, mask_function, local_size)
-    return mask
+    watched = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
+    step.probe.saw_mask(watched, options["mask_function"], options.get("local_size"))
+    return watched
