@@ -19,11 +19,13 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_paged.cache.allocator import BlockAllocator
+from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.config import PagedConfig
 from hf_paged.engine.fair_lock import FairLock
 from hf_paged.engine.model_runner import ModelRunner
 from hf_paged.engine.params import LIST_FIELDS, RequestResolver
 from hf_paged.engine.probe import position_limit
+from hf_paged.engine.returned_cache import copy_rows
 from hf_paged.engine.sampler import Choice, SamplerRow, choose, token_logprobs
 from hf_paged.engine.selfcheck import check_packed_step
 from hf_paged.engine.sizing import blocks_in_memory, engine_blocks
@@ -468,6 +470,13 @@ class PagedEngine:
                 if not sequence.is_finished:
                     sequence.next_logits = None
                     self._finish(sequence, "stop", None)
+
+    def copy_rows(self, sequences: SequenceOf[Sequence]) -> PagedKVCache | None:
+        """The K and V of external sequences as a cache of their own; None if one of them was preempted."""
+        with self._lock:
+            if self._runner.cache is None:
+                return None
+            return copy_rows(self._runner.cache, self._get_model().config, sequences)
 
     # -- the pool -----------------------------------------------------------------------------------------------------
 

@@ -138,8 +138,8 @@ def _lockstep_rounds(engine: PagedEngine, batch: Batch, requests: list[Request])
     num_rows = input_ids.shape[0]
     keep_scores = config.return_dict_in_generate and config.output_scores
     keep_logits = config.return_dict_in_generate and config.output_logits
-    # stock feeds finished rows their padding; who asked for scores gets those rows' too
-    feeds_finished = bool(keep_scores or keep_logits)
+    # stock feeds finished rows their padding; who asked for more than tokens gets those rows' scores and cache too
+    feeds_finished = bool(config.return_dict_in_generate)
     has_eos = any(hasattr(criterion, "eos_token_id") for criterion in batch.criteria)
     pad = config._pad_token_tensor.to(input_ids.device) if config._pad_token_tensor is not None else None
     unfinished = torch.ones(num_rows, dtype=torch.int64, device=input_ids.device)
@@ -176,7 +176,7 @@ def _lockstep_rounds(engine: PagedEngine, batch: Batch, requests: list[Request])
         sequences=input_ids,
         scores=scores if keep_scores else None,
         logits=raw_logits if keep_logits else None,
-        **{CACHE_KEYWORD: None},
+        **{CACHE_KEYWORD: engine.copy_rows([sequence for request in requests for sequence in request.sequences])},
     )
 
 

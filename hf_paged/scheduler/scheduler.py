@@ -25,7 +25,7 @@ class Scheduler:
 
     The oldest sequence always progresses: when blocks run out, the newest one that runs gives up its own and computes
     them again later. A sequence is admitted only when all of its known tokens fit beside a spare block for each one
-    that runs, so that admission doesn't cause preemption in the very next step.
+    that runs and may still grow, so that admission doesn't cause preemption in the very next step.
 
     Args:
         allocator: where blocks come from.
@@ -116,7 +116,7 @@ class Scheduler:
                 heapq.heappop(self._waiting)
                 continue
             prefix = self.allocator.find_prefix(sequence)
-            if not self.allocator.admit(sequence, prefix, num_spare_blocks=len(self.running)):
+            if not self.allocator.admit(sequence, prefix, num_spare_blocks=self._num_growing()):
                 break
             heapq.heappop(self._waiting)
             self._num_waiting -= 1
@@ -142,6 +142,13 @@ class Scheduler:
             if self.allocator.enable_prefix_caching:
                 self.prefix_query_tokens += request.num_prompt_tokens
                 self.prefix_hit_tokens += sequence.num_computed_tokens
+
+    def _num_growing(self) -> int:
+        # running sequences that may yet ask for another block
+        return sum(
+            self.allocator.blocks_for(sequence.request.max_computed_tokens) > len(sequence.block_tables[0])
+            for sequence in self.running
+        )
 
     def _run(self, sequence: Sequence) -> None:
         sequence.state = SequenceState.RUNNING

@@ -1,0 +1,62 @@
+"""The cache that `generate(..., return_dict_in_generate=True)` returns, for a later call to continue from.
+
+    rows in the pool         row a: 5 tokens        row b: 3 tokens
+    as stock has them        a a a a a              padded on the left; the padding is masked in the next call too
+                             0 0 b b b
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+import torch
+
+from hf_paged.cache.block_table import RELEASED
+from hf_paged.cache.paged_cache import PagedKVCache
+from hf_paged.cache.step_cache import StepCache
+from hf_paged.request import Sequence, SequenceState
+
+
+def copy_rows(pool: StepCache, config: object, sequences: SequenceOf[Sequence]) -> PagedKVCache | None:
+    """A PagedKVCache of its own with the K and V of running sequences.
+
+    Args:
+        pool: the engine's cache.
+        config: the model's config.
+        sequences: the rows, all computed up to their last token but one.
+
+    Returns:
+        The cache; None if a row was preempted meanwhile, so that its K and V are gone.
+    """
+    if any(sequence.state is not SequenceState.RUNNING for sequence in sequences):
+        return None
+    storages = [pool.storages[index] for index in sorted(pool.storages)]
+    block_size = storages[0].block_size
+    width = max(sequence.num_computed_tokens for sequence in sequences)
+    slots = [_slots(sequences, group, width, block_size) for group in range(len(pool.layout.groups))]
+    cache = PagedKVCache(config, block_size=block_size)
+    with torch.no_grad():
+        for layer_idx, storage in sorted(pool.storages.items()):
+            rows = slots[pool.layer(layer_idx).group].to(storage.keys.device)
+            key, value = (_dense(tensor, rows) for tensor in (storage.keys, storage.values))
+            spec = pool.layer(layer_idx).spec
+            cache.update(key.to(spec.key_dtype), value.to(spec.value_dtype), layer_idx)
+    return cache
+
+
+def _slots(sequences: SequenceOf[Sequence], group: int, width: int, block_size: int) -> torch.Tensor:
+    # [B, width]: the slot of every token, -1 for padding and for what went back behind a window
+    slots = np.full((len(sequences), width), RELEASED, dtype=np.int64)
+    for row, sequence in zip(slots, sequences, strict=True):
+        blocks = np.frombuffer(sequence.block_tables[group].blocks, dtype=np.int32).astype(np.int64)
+        positions = np.arange(sequence.num_computed_tokens)
+        owner = blocks[positions // block_size]
+        row[width - len(positions) :] = np.where(owner == RELEASED, RELEASED, owner * block_size + positions % block_size)
+    return torch.from_numpy(slots)
+
+
+def _dense(tensor: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    # [num_blocks, block_size, H, D] and [B, L] -> [B, H, L, D]
+    rows = tensor.flatten(0, 1)[slots.clamp_min(0)]
+    return rows.masked_fill((slots == RELEASED)[..., None, None], 0).transpose(1, 2)
