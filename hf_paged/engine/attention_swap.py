@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,17 @@ from hf_paged.kernels.swapped import ATTENTION_NAME, swap_in, swap_out
 
 _locks: weakref.WeakKeyDictionary[torch.nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 _locks_guard = threading.Lock()
+
+
+def _forget() -> None:
+    # in a forked child: locks may have been held by threads that it doesn't have
+    global _locks_guard  # noqa: PLW0603
+    _locks_guard = threading.Lock()
+    _locks.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
 
 
 def model_lock(model: torch.nn.Module) -> threading.RLock:

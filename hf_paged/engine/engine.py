@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,7 @@ from transformers import PreTrainedModel
 from hf_paged.cache.allocator import BlockAllocator
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.config import PagedConfig
+from hf_paged.engine.batch import LogitsRows
 from hf_paged.engine.fair_lock import FairLock
 from hf_paged.engine.model_runner import ModelRunner
 from hf_paged.engine.params import LIST_FIELDS, RequestResolver
@@ -108,6 +110,7 @@ class PagedEngine:
         self._ids = itertools.count()
         self._weights: Any = None
         self._is_closed = False
+        self._process = os.getpid()
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -254,19 +257,36 @@ class PagedEngine:
         if not output.scheduled:
             return False
         try:
-            logits, rows = self._runner.run(output)
-        except Exception as error:
-            self._fail(output, error)
-            return True
+            self._runner.copy_blocks(output.copies)
+            for part, logits, rows in self._run(output):
+                self._take(part, logits, rows)
         except BaseException:  # interrupted: what was allocated for this step may not be written, so compute it again
             for item in output.scheduled:
                 if item.sequence.state is SequenceState.RUNNING:
                     self._scheduler.preempt(item.sequence)
             raise
+        self._counters.count_step(output.num_tokens, self._scheduler.running, self._allocator)
+        return True
+
+    def _run(self, output: SchedulerOutput) -> Iterator[tuple[SchedulerOutput, torch.Tensor, tuple[LogitsRows, ...]]]:
+        """Runs a step whole. If its forward raises, each sequence runs alone, and only those that raise again end."""
+        try:
+            logits, rows = self._runner.run(output)
+        except Exception as error:
+            if len(output.scheduled) == 1:
+                self._fail(output.scheduled[0].sequence.request, error)
+                return
+        else:
+            yield output, logits, rows
+            return
+        for item in output.scheduled:
+            if not item.sequence.is_finished:  # a sibling may have ended the request
+                yield from self._run(SchedulerOutput((item,), ((),) * len(output.copies), item.num_new_tokens))
+
+    def _take(self, output: SchedulerOutput, logits: torch.Tensor, rows: tuple[LogitsRows, ...]) -> None:
         for item in output.scheduled:
             item.sequence.num_computed_tokens += item.num_new_tokens
             self._allocator.commit(item.sequence)
-        self._counters.count_step(output.num_tokens, self._scheduler.running, self._allocator)
         sampler_rows: list[SamplerRow] = []
         for span in rows:
             self._take_prompt_logprobs(span.sequence, logits[span.start : span.stop], span.first_position)
@@ -275,7 +295,6 @@ class PagedEngine:
         if sampler_rows:
             for row, choice in zip(sampler_rows, choose(sampler_rows, logits), strict=True):
                 self._append(row.sequence, choice)
-        return True
 
     def _rows_of(self, sequence: Sequence, row: int, logits: torch.Tensor) -> list[SamplerRow]:
         # the sequences that take their next token from this row: itself, and siblings born when its prompt is computed
@@ -298,8 +317,7 @@ class PagedEngine:
         if sequence.is_finished:  # a sibling's error has ended the request
             return
         if choice.error is not None:
-            self._counters.num_failed += 1
-            self._end(request, "error", choice.error)
+            self._fail(request, choice.error)
             return
         if request.first_token_time is None:
             request.first_token_time = time.monotonic()
@@ -310,8 +328,7 @@ class PagedEngine:
         try:
             finish = finish_of(sequence)
         except Exception as error:
-            self._counters.num_failed += 1
-            self._end(request, "error", error)
+            self._fail(request, error)
             return
         if finish is not None:
             self._finish(sequence, *finish)
@@ -328,10 +345,9 @@ class PagedEngine:
         if targets:
             request.prompt_logprobs += token_logprobs(logits[: len(targets)], list(targets), counts)
 
-    def _fail(self, output: SchedulerOutput, error: Exception) -> None:
-        for request in {item.sequence.request.request_id: item.sequence.request for item in output.scheduled}.values():
-            self._counters.num_failed += 1
-            self._end(request, "error", error)
+    def _fail(self, request: Request, error: Exception) -> None:
+        self._counters.num_failed += 1
+        self._end(request, "error", error)
 
     def _publish(self) -> list[RequestOutput]:
         outputs = [request.snapshot() for request in self._changed.values()]
@@ -564,6 +580,8 @@ class PagedEngine:
     def _require_open(self) -> None:
         if self._is_closed:
             raise EngineClosedError("This engine is closed; make a new PagedEngine.")
+        if self._process != os.getpid():
+            raise EngineClosedError("This engine was made before the process forked; make a PagedEngine in the child.")
 
     def __enter__(self) -> PagedEngine:
         return self

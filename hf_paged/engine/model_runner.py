@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hf_paged.cache.allocator import BlockAllocator
+from hf_paged.cache.allocator import BlockAllocator, BlockCopy
 from hf_paged.cache.layout import CacheLayout
 from hf_paged.cache.step_cache import StepCache
 from hf_paged.cache.storage import KVSpec, LayerStorage
@@ -97,9 +97,14 @@ class ModelRunner:
         assert self.cache is not None
         batch = pack(output, self._config.block_size, len(self.layout.groups), self.device)
         with self.lock, torch.no_grad():
-            self.cache.copy_blocks(output.copies)
-            logits = self._forward(batch)
-        return logits, batch.rows
+            return self._forward(batch), batch.rows
+
+    def copy_blocks(self, copies: Sequence[Sequence[BlockCopy]]) -> None:
+        """Does a step's block copies, one list a group, before its forward."""
+        assert self.cache is not None
+        if any(copies):
+            with self.lock, torch.no_grad():
+                self.cache.copy_blocks(copies)
 
     def _forward(self, batch: PackedBatch) -> torch.Tensor:
         model = self._get_model()

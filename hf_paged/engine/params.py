@@ -76,7 +76,7 @@ ROW_PROCESSORS = (
     logits_process.SuppressTokensLogitsProcessor,
     logits_process.InfNanRemoveLogitsProcessor,
     logits_process.LogitNormalization,
-    *([logits_process.TopHLogitsWarper] if hasattr(logits_process, "TopHLogitsWarper") else []),
+    logits_process.TopHLogitsWarper,
 )
 _ROW_FIELDS = (
     "temperature",

@@ -5,6 +5,7 @@ It is held beside the model, never by it: the model can be collected, copied and
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Hashable
@@ -20,6 +21,17 @@ from hf_paged.errors import UnsupportedModelError
 
 _engines: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Hashable, PagedEngine]] = weakref.WeakKeyDictionary()
 _guard = threading.Lock()
+
+
+def _forget() -> None:
+    # in a forked child: locks may have been held by threads that it doesn't have
+    global _guard  # noqa: PLW0603
+    _guard = threading.Lock()
+    _engines.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
 
 
 def engine_for(model: PreTrainedModel, config: PagedConfig | None) -> PagedEngine:
