@@ -29,7 +29,7 @@ class Choice:
 
 
 class NonFiniteLogitsError(ArithmeticError):
-    """The model returned NaN logits for a request."""
+    """The scores of a request are NaN, or leave no token to draw."""
 
 
 def choose(rows: list[SamplerRow], logits: torch.Tensor) -> list[Choice]:
@@ -40,14 +40,15 @@ def choose(rows: list[SamplerRow], logits: torch.Tensor) -> list[Choice]:
     """
     logits = logits[[row.row for row in rows]] if [row.row for row in rows] != list(range(len(logits))) else logits
     tokens = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
+    is_bad = torch.zeros_like(tokens)
     errors: dict[int, Exception] = {}
     for members in _groups(rows).values():
-        _choose_group(rows, members, logits, tokens, errors)
-    is_nan = torch.isnan(logits.amax(dim=-1))
-    ids, nans = torch.stack((tokens, is_nan.to(torch.int64))).tolist()  # the step's one wait for the device
-    for index, bad in enumerate(nans):
-        if bad:
-            errors[index] = NonFiniteLogitsError("The model returned NaN logits for this request.")
+        _choose_group(rows, members, logits, tokens, is_bad, errors)
+    ids, bad = torch.stack((tokens, is_bad)).tolist()  # the step's one wait for the device
+    for index in [index for index, flag in enumerate(bad) if flag]:
+        errors[index] = NonFiniteLogitsError(
+            "The model, or a logits processor, gave this request NaN scores or left it no token to draw."
+        )
     logprobs = _logprobs(rows, logits, ids)
     return [Choice(ids[index], logprobs.get(index), errors.get(index)) for index in range(len(rows))]
 
@@ -66,6 +67,7 @@ def _choose_group(
     members: list[int],
     logits: torch.Tensor,
     tokens: torch.Tensor,
+    is_bad: torch.Tensor,
     errors: dict[int, Exception],
 ) -> None:
     sequence = rows[members[0]].sequence
@@ -80,35 +82,34 @@ def _choose_group(
         except Exception as error:
             errors.update(dict.fromkeys(members, error))
             return
-    if not sampling.do_sample:
-        chosen = scores.argmax(dim=-1)
+    if sampling.do_sample:
+        chosen, bad = _draw(rows, members, scores)
     else:
-        try:
-            chosen = _draw(rows, members, scores)
-        except RuntimeError as error:  # no finite probability left in a row
-            errors.update(dict.fromkeys(members, error))
-            return
+        best, chosen = scores.max(dim=-1)
+        bad = best.isnan()
     if everything:
         tokens.copy_(chosen)
+        is_bad.copy_(bad)
     else:
         tokens[members] = chosen
+        is_bad[members] = bad.to(is_bad.dtype)
 
 
-def _draw(rows: list[SamplerRow], members: list[int], scores: torch.Tensor) -> torch.Tensor:
+def _draw(rows: list[SamplerRow], members: list[int], scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     probabilities = scores.softmax(dim=-1)
-    bad = ~torch.isfinite(probabilities).all(dim=-1, keepdim=True)
-    probabilities = torch.where(bad, torch.ones_like(probabilities), probabilities)  # reported as NaN logits
+    bad = ~probabilities.isfinite().all(dim=-1)
+    # multinomial would raise for everybody
+    probabilities = torch.where(bad[:, None], torch.ones_like(probabilities), probabilities)
     generators = [
         rows[index].sequence.request.sampling.generator(rows[index].sequence.index, scores.device) for index in members
     ]
     if all(generator is None for generator in generators):
-        return torch.multinomial(probabilities, 1).squeeze(1)
-    return torch.cat(
-        [
-            torch.multinomial(row, 1, generator=generator)
-            for row, generator in zip(probabilities, generators, strict=True)
-        ]
-    )
+        return torch.multinomial(probabilities, 1).squeeze(1), bad
+    drawn = [
+        torch.multinomial(row, 1, generator=generator)
+        for row, generator in zip(probabilities, generators, strict=True)
+    ]
+    return torch.cat(drawn), bad
 
 
 def history_of(sequence: Sequence, device: torch.device) -> torch.Tensor:

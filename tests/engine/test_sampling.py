@@ -1,0 +1,163 @@
+"""Sampling on a ragged batch: what a request draws depends on the request alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_paged import PagedConfig, PagedEngine
+from hf_paged.errors import RequestError
+from tests.oracle import assert_equal_tokens, ragged_prompts, solo
+from tests.zoo import VOCAB_SIZE, build
+
+NEW = 8
+PROMPTS = ragged_prompts(6, seed=31, shortest=2, longest=30)
+
+
+def _engine(**config: Any) -> PagedEngine:
+    return PagedEngine(build("llama"), PagedConfig(**{"block_size": 8, "num_blocks": 128, **config}))
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.7},
+    {"top_k": 5},
+    {"top_k": 0, "top_p": 0.8},
+    {"min_p": 0.1, "temperature": 1.3},
+    {"typical_p": 0.7},
+    {"epsilon_cutoff": 0.01},
+    {"repetition_penalty": 1.4, "temperature": 0.9},
+    {"no_repeat_ngram_size": 2},
+    {"renormalize_logits": True, "top_k": 10},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_a_seeded_request_draws_what_stock_draws_after_that_seed(settings: dict[str, Any]) -> None:
+    engine = _engine()
+    seeds = list(range(len(PROMPTS)))
+    outputs = engine.generate(PROMPTS, max_new_tokens=NEW, do_sample=True, seed=seeds, **settings)
+    for prompt, seed, output in zip(PROMPTS, seeds, outputs, strict=True):
+        torch.manual_seed(seed)
+        ids = torch.tensor([prompt])
+        expected = build("llama").generate(ids, max_new_tokens=NEW, do_sample=True, **settings)[0, len(prompt) :]
+        assert_equal_tokens(output.token_ids, expected.tolist())
+
+
+@pytest.mark.parametrize("company", [0, 1, 5])
+@pytest.mark.parametrize("num_blocks", [14, 128])
+def test_a_seeded_request_does_not_depend_on_its_company(company: int, num_blocks: int) -> None:
+    alone = _engine().generate([PROMPTS[0]], max_new_tokens=NEW, do_sample=True, seed=7)[0].token_ids
+    engine = _engine(num_blocks=num_blocks, max_batch_tokens=9)
+    mine = engine.add_request(PROMPTS[0], max_new_tokens=NEW, do_sample=True, seed=7)
+    for index in range(company):
+        sampled = {"do_sample": True} if index % 2 else {}
+        engine.add_request(PROMPTS[1 + index % 5], max_new_tokens=NEW, **sampled)
+    last = ()
+    while engine.has_unfinished_requests:
+        for output in engine.step():
+            if output.request_id == mine:
+                last = output.token_ids
+    assert_equal_tokens(last, alone)
+
+
+def test_sequences_of_one_request_differ_and_the_set_is_reproducible() -> None:
+    sets = []
+    for company in (0, 3):
+        engine = _engine()
+        for prompt in PROMPTS[1 : 1 + company]:
+            engine.add_request(prompt, max_new_tokens=NEW, do_sample=True)
+        output = engine.generate([PROMPTS[0]], max_new_tokens=NEW, do_sample=True, seed=5, num_return_sequences=4)[0]
+        sets.append([sequence.token_ids for sequence in output.outputs])
+    assert sets[0] == sets[1]
+    assert len(set(sets[0])) == 4
+
+
+def test_a_seed_leaves_torchs_own_generator_alone() -> None:
+    engine = _engine()
+    state = torch.get_rng_state()
+    engine.generate(PROMPTS, max_new_tokens=NEW, do_sample=True, seed=1)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("count", [1, 8, 32])
+def test_greedy_does_not_depend_on_how_many_run(count: int) -> None:
+    prompts = [PROMPTS[index % len(PROMPTS)] for index in range(count)]
+    for prompt, output in zip(prompts, _engine().generate(prompts, max_new_tokens=NEW), strict=True):
+        assert_equal_tokens(output.token_ids, solo(build("llama"), prompt, max_new_tokens=NEW))
+
+
+def test_temperature_zero_is_greedy_also_where_the_model_samples_by_default() -> None:
+    model = build("llama", seed=3)
+    expected = [solo(model, prompt, max_new_tokens=NEW) for prompt in PROMPTS]
+    model.generation_config.do_sample = True
+    model.generation_config.temperature = 0.6
+    engine = PagedEngine(model, PagedConfig(num_blocks=64))
+    for tokens, output in zip(expected, engine.generate(PROMPTS, max_new_tokens=NEW, temperature=0), strict=True):
+        assert_equal_tokens(output.token_ids, tokens)
+
+
+def test_a_temperature_that_would_do_nothing_is_refused() -> None:
+    with pytest.raises(RequestError, match="do_sample=True"):
+        _engine().add_request(PROMPTS[0], temperature=0.5)
+
+
+def test_logit_bias_bans_and_forces() -> None:
+    engine = _engine()
+    greedy = solo(build("llama"), PROMPTS[0], max_new_tokens=NEW)
+    banned = engine.generate([PROMPTS[0]], max_new_tokens=NEW, logit_bias={str(greedy[0]): -1000})[0]
+    assert greedy[0] not in banned.token_ids
+    forced = engine.generate([PROMPTS[0]], max_new_tokens=NEW, logit_bias={9: 1000.0})[0]
+    assert forced.token_ids == (9,) * NEW
+    for bad in ({VOCAB_SIZE: 1}, {"x": 1}, [1, 2]):
+        with pytest.raises(RequestError, match="logit_bias"):
+            engine.add_request(PROMPTS[0], logit_bias=bad)
+
+
+def test_logprobs_are_the_models_own_whatever_is_sampled() -> None:
+    model, prompt = build("llama"), PROMPTS[0]
+    output = _engine().generate([prompt], max_new_tokens=4, do_sample=True, temperature=0.3, seed=2, logprobs=3)[0]
+    logprobs = output.outputs[0].logprobs
+    assert logprobs is not None
+    assert [entry.token_id for entry in logprobs] == list(output.token_ids)
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *output.token_ids]])).logits[0].log_softmax(-1)
+    for step, entry in enumerate(logprobs):
+        row = logits[len(prompt) - 1 + step]
+        assert entry.logprob == pytest.approx(row[entry.token_id].item(), abs=1e-4)
+        top = row.topk(3)
+        assert [token for token, _ in entry.top] == top.indices.tolist()
+        assert [value for _, value in entry.top] == pytest.approx(top.values.tolist(), abs=1e-4)
+
+
+def test_logprobs_survive_preemption_one_a_token() -> None:
+    engine = _engine(num_blocks=10, max_batch_tokens=16)
+    outputs = engine.generate(PROMPTS, max_new_tokens=24, logprobs=0)
+    assert engine.stats()["num_preemptions"] > 0
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        assert output.prompt_token_ids == tuple(prompt)
+        assert len(output.token_ids) == 24
+        assert output.outputs[0].logprobs is not None
+        assert [entry.token_id for entry in output.outputs[0].logprobs] == list(output.token_ids)
+        assert_equal_tokens(output.token_ids, solo(build("llama"), prompt, max_new_tokens=24))
+
+
+def test_one_value_a_prompt_is_taken_for_single_valued_fields() -> None:
+    lengths = [1, 2, 3, 4, 5, 6]
+    outputs = _engine().generate(PROMPTS, max_new_tokens=lengths, repetition_penalty=[1.0, 1.5, 1.0, 1.5, 1.0, 1.5])
+    for prompt, length, output, penalty in zip(PROMPTS, lengths, outputs, [1.0, 1.5] * 3, strict=True):
+        expected = solo(build("llama"), prompt, max_new_tokens=length, repetition_penalty=penalty)
+        assert_equal_tokens(output.token_ids, expected)
+    with pytest.raises(RequestError, match="2 values for 6 prompts"):
+        _engine().generate(PROMPTS, max_new_tokens=[1, 2])
+
+
+def test_min_length_counts_like_stock_on_that_prompt_alone() -> None:
+    model = build("llama")
+    prompt = PROMPTS[0]
+    end = solo(model, prompt, max_new_tokens=NEW)[1]
+    for keywords in ({"min_new_tokens": 5}, {"min_length": len(prompt) + 4}):
+        output = _engine().generate([prompt], max_new_tokens=NEW, eos_token_id=end, **keywords)[0]
+        assert_equal_tokens(output.token_ids, solo(model, prompt, max_new_tokens=NEW, eos_token_id=end, **keywords))
