@@ -37,3 +37,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if TALLY.comparisons:
         counts = f"{TALLY.comparisons} comparisons, {TALLY.tokens} tokens, {TALLY.differing_tokens} differing"
         terminalreporter.write_line(f"equal to stock: {counts}")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-docs", action="store_true", help="let tests rewrite the pages that they check")

@@ -25,7 +25,7 @@ from hf_paged.config import PagedConfig
 logger = logging.getLogger("hf_paged")
 
 # Model inputs that a packed row carries in its own way, or that don't change what it computes.
-_KNOWN_INPUTS = frozenset({"attention_mask", "position_ids", "use_cache", "logits_to_keep"})
+_KNOWN_INPUTS = frozenset({"attention_mask", "position_ids", "use_cache", "logits_to_keep", "tokenizer"})
 
 _METHODS = ("generate", "_prepare_cache_for_generation", "_sample")
 _originals: dict[str, Callable[..., Any]] = {}
