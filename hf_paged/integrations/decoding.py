@@ -38,12 +38,7 @@ _HISTORY_PROCESSORS = (
     logits_process.SequenceBiasLogitsProcessor,
     logits_process.NoBadWordsLogitsProcessor,
 )
-_ROW_CRITERIA = (
-    stopping.MaxLengthCriteria,
-    stopping.EosTokenCriteria,
-    stopping.StopStringCriteria,
-    stopping.MaxTimeCriteria,
-)
+_ROW_CRITERIA = (stopping.MaxLengthCriteria, stopping.EosTokenCriteria, stopping.StopStringCriteria)
 
 
 @dataclass(frozen=True)
@@ -61,6 +56,11 @@ class Batch:
     def max_new_tokens(self) -> int:
         """Most tokens that any row gets."""
         return int(self.criteria.max_length) - self.input_ids.shape[1]
+
+    @property
+    def has_eos(self) -> bool:
+        """Whether rows can end at a token, and are padded from there on."""
+        return any(hasattr(criterion, "eos_token_id") for criterion in self.criteria)
 
     @property
     def num_siblings(self) -> int:
@@ -108,6 +108,7 @@ def _can_go_one_by_one(batch: Batch) -> bool:
         and not batch.config.return_dict_in_generate
         and all(type(item) in _HISTORY_PROCESSORS for item in batch.processors)
         and all(type(item) in _ROW_CRITERIA for item in batch.criteria)
+        and (batch.has_eos or len(batch.criteria) == 1)
     )
 
 
@@ -138,9 +139,9 @@ def _lockstep_rounds(engine: PagedEngine, batch: Batch, requests: list[Request])
     num_rows = input_ids.shape[0]
     keep_scores = config.return_dict_in_generate and config.output_scores
     keep_logits = config.return_dict_in_generate and config.output_logits
-    # stock feeds finished rows their padding; who asked for more than tokens gets those rows' scores and cache too
-    feeds_finished = bool(config.return_dict_in_generate)
-    has_eos = any(hasattr(criterion, "eos_token_id") for criterion in batch.criteria)
+    # Stock feeds finished rows on until the last one is done, with padding where there is an end-of-sequence token. Who
+    # asked for more than tokens gets those rows' scores and cache too, and without such a token their tokens are returned.
+    feeds_finished = config.return_dict_in_generate or not batch.has_eos
     pad = config._pad_token_tensor.to(input_ids.device) if config._pad_token_tensor is not None else None
     unfinished = torch.ones(num_rows, dtype=torch.int64, device=input_ids.device)
     active = list(range(num_rows))
@@ -158,7 +159,7 @@ def _lockstep_rounds(engine: PagedEngine, batch: Batch, requests: list[Request])
             tokens = torch.multinomial(processed.softmax(dim=-1), num_samples=1).squeeze(1)
         else:
             tokens = processed.argmax(dim=-1)
-        if has_eos:
+        if batch.has_eos:
             tokens = tokens * unfinished + pad * (1 - unfinished)
         input_ids = torch.cat([input_ids, tokens[:, None]], dim=-1)
         unfinished = unfinished & ~batch.criteria(input_ids, scores if keep_scores else None)
@@ -251,7 +252,7 @@ def _for_row(processor: Any, index: int) -> Any:
 
 def _row_criteria(criteria: StoppingCriteriaList) -> tuple[tuple[str, None, Any], ...]:
     return tuple(
-        ("length" if isinstance(criterion, stopping.MaxTimeCriteria) else "stop", None, criterion)
+        ("stop", None, criterion)
         for criterion in criteria
         if not isinstance(criterion, stopping.MaxLengthCriteria | stopping.EosTokenCriteria)
     )

@@ -164,7 +164,7 @@ def _sample(
 ) -> Any:
     call = _current(model)
     if call is not None:
-        reason = _why_stock(model, call, stopping_criteria, generation_config, synced_gpus, model_kwargs)
+        reason = _why_stock(model, call, input_ids, stopping_criteria, generation_config, synced_gpus, model_kwargs)
         if reason is None:
             from hf_paged.errors import UnsupportedModelError  # noqa: PLC0415
             from hf_paged.integrations.decoding import Batch, decode  # noqa: PLC0415
@@ -204,6 +204,7 @@ def _sample(
 def _why_stock(
     model: Any,
     call: _PagedCall,
+    input_ids: Any,
     stopping_criteria: Any,
     generation_config: Any,
     synced_gpus: bool,
@@ -224,6 +225,9 @@ def _why_stock(
         return "a call without any max_length or max_new_tokens runs stock's loop"
     if call.has_own_positions:
         return "position_ids of one's own need stock's loop"
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None and mask.shape != input_ids.shape:
+        return "an attention_mask of another shape than input_ids needs stock's loop"
     extra = sorted(name for name, value in model_kwargs.items() if value is not None and name not in _KNOWN_INPUTS)
     if extra:
         return f"{', '.join(extra)} {'needs' if len(extra) == 1 else 'need'} stock's loop"
