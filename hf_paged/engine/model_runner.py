@@ -67,23 +67,24 @@ class ModelRunner:
         """What the pool holds of a layer: the model's shapes, the config's types."""
         return self.layout.layers[layer_idx].spec.stored_as(self._config.k_dtype, self._config.v_dtype)
 
-    def allocate_pool(self, allocator: BlockAllocator) -> None:
-        """Makes the block tensors, or makes them larger, as the allocator's pools are.
+    def allocate_pool(self, allocator: BlockAllocator, num_blocks: int) -> None:
+        """Makes the block tensors for `num_blocks` blocks of full context, or makes them larger.
 
         Raises:
-            PoolMemoryError: they don't fit; what was there stays.
+            PoolMemoryError: they don't fit; what was there stays usable.
         """
+        sizes = [allocator.group_blocks(group, num_blocks) for group in self.layout.groups]
         if self.cache is None:
             storages = {
-                index: LayerStorage(self.stored_spec(index), allocator.pools[layer.group].num_blocks, allocator.block_size)
+                index: LayerStorage(self.stored_spec(index), sizes[layer.group], allocator.block_size)
                 for index, layer in self.layout.layers.items()
             }
             self.cache = StepCache(self.layout, storages, self.backend)
             return
         for index, storage in self.cache.storages.items():
-            needed = allocator.pools[self.layout.layers[index].group].num_blocks
-            if needed > storage.num_blocks:
-                storage.grow(needed)
+            size = sizes[self.layout.layers[index].group]
+            if size > storage.num_blocks:
+                storage.grow(size)
 
     def run(self, output: SchedulerOutput) -> tuple[torch.Tensor, tuple[LogitsRows, ...]]:
         """Computes one step.

@@ -311,3 +311,15 @@ def shared_key(config: GenerationConfig, processors: Sequence[Any]) -> Hashable 
         return None
     values = (getattr(config, name, None) for name in _ROW_FIELDS) if processors else ()
     return tuple(tuple(value) if isinstance(value, list) else value for value in values)
+
+
+def spread(keywords: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+    """The keywords of each of `count` prompts: a list gives one value a prompt, except for fields that are lists."""
+    each: list[dict[str, Any]] = [{} for _ in range(count)]
+    for name, value in keywords.items():
+        is_list = isinstance(value, list | tuple) and name not in LIST_FIELDS
+        if is_list and len(value) != count:
+            raise RequestError(f"{name} has {len(value)} values for {count} prompts; give one value, or one a prompt.")
+        for index, options in enumerate(each):
+            options[name] = value[index] if is_list else value
+    return each

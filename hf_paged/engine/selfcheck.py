@@ -7,8 +7,9 @@ request, in a pool of a few blocks that is thrown away.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from transformers import PreTrainedModel
 
 from hf_paged.cache.allocator import BlockAllocator
 from hf_paged.config import PagedConfig
@@ -26,12 +27,13 @@ _HALF_TOLERANCE = 8e-2
 _PROMPT_LENGTHS = (5, 3)
 
 
-def check_packed_step(runner: ModelRunner, model: PreTrainedModel, config: PagedConfig, vocab_size: int) -> None:
+def check_packed_step(runner: ModelRunner, model: Any, config: PagedConfig) -> None:
     """Compares packed logits with those of each prompt alone. Hold the model's lock.
 
     Raises:
         UnsupportedModelError: they differ.
     """
+    vocab_size = model.get_input_embeddings().weight.shape[0]
     prompts = [[(11 * index + 7 * length) % vocab_size for index in range(length)] for length in _PROMPT_LENGTHS]
     packed = _packed_logits(runner, config, prompts)
     alone = torch.stack([_solo_logits(model, prompt, runner.device) for prompt in prompts])
@@ -46,7 +48,7 @@ def check_packed_step(runner: ModelRunner, model: PreTrainedModel, config: Paged
         )
 
 
-def _rounds(runner: ModelRunner, model: PreTrainedModel) -> bool:
+def _rounds(runner: ModelRunner, model: Any) -> bool:
     # whether weights, K, V or what autocast makes of them are of a half type
     specs = [runner.stored_spec(index) for index in runner.layout.layers]
     types = {model.dtype, *(spec.key_dtype for spec in specs), *(spec.value_dtype for spec in specs)}
@@ -63,7 +65,7 @@ def _packed_logits(runner: ModelRunner, config: PagedConfig, prompts: list[list[
         enable_prefix_caching=False,
     )
     first, second = (Request(f"check-{index}", prompt, 1).sequences[0] for index, prompt in enumerate(prompts))
-    runner.allocate_pool(allocator)
+    runner.allocate_pool(allocator, allocator.num_blocks)
     try:
         _run(runner, allocator, [(first, 3)])  # the first prompt's second chunk shares a step with the second prompt
         return _run(runner, allocator, [(first, 2), (second, 3)])
@@ -83,7 +85,7 @@ def _run(runner: ModelRunner, allocator: BlockAllocator, work: list[tuple[Sequen
     return logits
 
 
-def _solo_logits(model: PreTrainedModel, prompt: list[int], device: torch.device) -> torch.Tensor:
+def _solo_logits(model: Any, prompt: list[int], device: torch.device) -> torch.Tensor:
     ids = torch.tensor([prompt], device=device)
     with torch.no_grad(), paged_attention((), model):
         output = model(

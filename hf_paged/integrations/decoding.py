@@ -20,6 +20,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_paged.compat import CACHE_KEYWORD
 from hf_paged.engine.engine import PagedEngine
+from hf_paged.engine.external import ExternalRows
 from hf_paged.engine.params import ROW_PROCESSORS, SamplingParams, eos_ids, shared_key
 from hf_paged.errors import RequestError
 from hf_paged.request import Request
@@ -90,13 +91,12 @@ def decode(engine: PagedEngine, batch: Batch) -> Any:
 
 
 def _reserve(engine: PagedEngine, batch: Batch, prompts: list[list[int]]) -> bool:
-    size, siblings, needed, longest = engine.config.block_size, batch.num_siblings, 0, 0
+    size, siblings, needed = engine.config.block_size, batch.num_siblings, 0
     for prompt in prompts[::siblings]:
         whole = -(-(len(prompt) + batch.max_new_tokens - 1) // size)
         shared = len(prompt) // size if siblings > 1 else 0
         needed += shared + siblings * (whole - shared)
-        longest = max(longest, whole)
-    return engine.reserve(needed, longest) >= needed
+    return engine.reserve(needed) >= needed
 
 
 def _can_go_one_by_one(batch: Batch) -> bool:
@@ -126,15 +126,11 @@ def _in_lockstep(engine: PagedEngine, batch: Batch, prompts: list[list[int]]) ->
         )
         for prompt in prompts[:: batch.num_siblings]
     ]
-    try:
-        for request in requests:
-            engine.add_external(request)
-        return _lockstep_rounds(engine, batch, requests)
-    finally:
-        engine.finish_external([sequence for request in requests for sequence in request.sequences])
+    with ExternalRows(engine, requests) as rows:
+        return _lockstep_rounds(rows, batch)
 
 
-def _lockstep_rounds(engine: PagedEngine, batch: Batch, requests: list[Request]) -> Any:
+def _lockstep_rounds(rows: ExternalRows, batch: Batch) -> Any:
     config, input_ids = batch.config, batch.input_ids
     num_rows = input_ids.shape[0]
     keep_scores = config.return_dict_in_generate and config.output_scores
@@ -148,8 +144,7 @@ def _lockstep_rounds(engine: PagedEngine, batch: Batch, requests: list[Request])
     scores: tuple[torch.Tensor, ...] = ()
     raw_logits: tuple[torch.Tensor, ...] = ()
     while True:
-        rows = engine.external_logits(requests, active)
-        logits = _all_rows(rows, active, num_rows, input_ids.device)
+        logits = _all_rows(rows.logits(active), active, num_rows, input_ids.device)
         processed = batch.processors(input_ids, logits)
         if keep_scores:
             scores += (processed,)
@@ -168,7 +163,10 @@ def _lockstep_rounds(engine: PagedEngine, batch: Batch, requests: list[Request])
         token_ids, goes_on = tokens.tolist(), unfinished.tolist()
         if not any(goes_on):
             break
-        active = _advance(engine, requests, active, token_ids, goes_on, feeds_finished)
+        ended = [row for row in active if not (goes_on[row] or feeds_finished)]
+        active = [row for row in active if goes_on[row] or feeds_finished]
+        rows.append(active, [token_ids[row] for row in active])
+        rows.finish(ended)
     if batch.streamer is not None:
         batch.streamer.end()
     if not config.return_dict_in_generate:
@@ -177,35 +175,20 @@ def _lockstep_rounds(engine: PagedEngine, batch: Batch, requests: list[Request])
         sequences=input_ids,
         scores=scores if keep_scores else None,
         logits=raw_logits if keep_logits else None,
-        **{CACHE_KEYWORD: engine.copy_rows([sequence for request in requests for sequence in request.sequences])},
+        **{CACHE_KEYWORD: rows.copy()},
     )
 
 
 def _all_rows(
-    rows: list[torch.Tensor], active: list[int], num_rows: int, device: torch.device
+    found: list[torch.Tensor], active: list[int], num_rows: int, device: torch.device
 ) -> torch.Tensor:
-    stacked = torch.stack(rows).to(device)
+    stacked = torch.stack(found).to(device)
     if len(active) == num_rows:
         return stacked
     # finished rows take part in processing and drawing, as in stock; what they get is replaced by padding
     full = stacked.new_zeros(num_rows, stacked.shape[1])
     full[active] = stacked
     return full
-
-
-def _advance(
-    engine: PagedEngine,
-    requests: list[Request],
-    active: list[int],
-    token_ids: list[int],
-    goes_on: list[int],
-    feeds_finished: bool,
-) -> list[int]:
-    sequences = [sequence for request in requests for sequence in request.sequences]
-    still = [row for row in active if goes_on[row] or feeds_finished]
-    engine.append_tokens([sequences[row] for row in still], [token_ids[row] for row in still])
-    engine.finish_external([sequences[row] for row in active if row not in set(still)])
-    return still
 
 
 # -- one by one ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,227 @@
+"""EngineCore: one step, and the lives of the requests in it. No locks, no keywords, no waiting.
+
+    add ─▶ Scheduler ─▶ ModelRunner ─▶ choose ─▶ append, stop, fork, free ─▶ changed
+               ▲                                        │
+               └────────────────────────────────────────┘   one step()
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_paged.cache.allocator import BlockAllocator
+from hf_paged.config import PagedConfig
+from hf_paged.engine.batch import LogitsRows
+from hf_paged.engine.model_runner import ModelRunner
+from hf_paged.engine.probe import position_limit
+from hf_paged.engine.sampler import Choice, SamplerRow, choose, token_logprobs
+from hf_paged.engine.selfcheck import check_packed_step
+from hf_paged.engine.sizing import blocks_in_memory
+from hf_paged.engine.stats import EngineCounters
+from hf_paged.engine.stopping import finish_of
+from hf_paged.engine.weights import weights_fingerprint
+from hf_paged.request import Request, Sequence, SequenceState
+from hf_paged.scheduler.output import SchedulerOutput
+from hf_paged.scheduler.scheduler import Scheduler
+
+
+class EngineCore:
+    """The model, the pool, the scheduler, and every unfinished request. Whoever calls it holds the engine's lock.
+
+    Args:
+        get_model: returns the model; not held, so that an engine kept beside a model doesn't keep it.
+        config: the engine's settings.
+
+    Raises:
+        UnsupportedModelError: the model can't run packed.
+    """
+
+    def __init__(self, get_model: Callable[[], PreTrainedModel], config: PagedConfig) -> None:
+        self.config = config
+        self.get_model = get_model
+        self.runner = ModelRunner(get_model, config)
+        model = get_model()
+        with self.runner.lock:
+            check_packed_step(self.runner, model, config)
+        self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
+        self.position_limit = position_limit(model)
+        text_config = model.config.get_text_config(decoder=True)
+        self.max_context: int | None = self.position_limit or getattr(text_config, "max_position_embeddings", None)
+        self.allocator = BlockAllocator(
+            self.runner.layout.groups,
+            config.block_size,
+            config.num_blocks or 0,
+            max_batch_tokens=config.max_batch_tokens,
+            max_sequences=config.max_requests_per_batch,
+            enable_prefix_caching=config.enable_prefix_caching,
+            prefix_cache_fraction=config.prefix_cache_fraction,
+        )
+        self.scheduler = Scheduler(self.allocator, config.max_batch_tokens, config.max_requests_per_batch)
+        self.counters = EngineCounters()
+        self.requests: dict[str, Request] = {}  # unfinished ones
+        self.changed: dict[str, Request] = {}  # since they were last looked at
+        self._weights: object = None
+
+    def add(self, request: Request) -> None:
+        """Queues a request whose id is free."""
+        if not self.requests:
+            self._notice_new_weights()
+        self.requests[request.request_id] = request
+        self.scheduler.add(request.sequences[0])
+
+    def _notice_new_weights(self) -> None:
+        if not self.config.enable_prefix_caching:
+            return
+        weights = weights_fingerprint(self.get_model())
+        if weights is None or weights != self._weights:
+            self.allocator.reset_prefix_cache()
+        self._weights = weights
+
+    def end(self, request: Request, finish_reason: str, error: BaseException | None = None) -> None:
+        """Ends every sequence of a request that hasn't ended; an error is its reason."""
+        request.error = error
+        for sequence in request.sequences:
+            if not sequence.is_finished:
+                self.finish(sequence, finish_reason, None)
+
+    def finish(self, sequence: Sequence, finish_reason: str, stop_reason: int | str | None) -> None:
+        """Ends a sequence and takes its blocks; the request with it, if it was the last."""
+        sequence.finish_reason, sequence.stop_reason = finish_reason, stop_reason
+        self.scheduler.finish(sequence)
+        request = sequence.request
+        self.changed[request.request_id] = request
+        if request.is_finished:
+            request.finished_time = time.monotonic()
+            self.requests.pop(request.request_id, None)
+
+    def step(self) -> bool:
+        """Runs one step. Returns False if there was nothing to run."""
+        output = self.scheduler.schedule()
+        if not output.scheduled:
+            return False
+        try:
+            self.runner.copy_blocks(output.copies)
+            for part, logits, rows in self._run(output):
+                self._take(part, logits, rows)
+        except BaseException:  # interrupted: what was allocated for this step may not be written, so compute it again
+            for item in output.scheduled:
+                if item.sequence.state is SequenceState.RUNNING:
+                    self.scheduler.preempt(item.sequence)
+            raise
+        self.counters.count_step(output.num_tokens, self.scheduler.running, self.allocator)
+        return True
+
+    def _run(self, output: SchedulerOutput) -> Iterator[tuple[SchedulerOutput, torch.Tensor, tuple[LogitsRows, ...]]]:
+        """Runs a step whole. If its forward raises, each sequence runs alone, and only those that raise again end."""
+        try:
+            logits, rows = self.runner.run(output)
+        except Exception as error:
+            if len(output.scheduled) == 1:
+                self._fail(output.scheduled[0].sequence.request, error)
+                return
+        else:
+            yield output, logits, rows
+            return
+        for item in output.scheduled:
+            if not item.sequence.is_finished:  # a sibling may have ended the request
+                yield from self._run(SchedulerOutput((item,), ((),) * len(output.copies), item.num_new_tokens))
+
+    def _take(self, output: SchedulerOutput, logits: torch.Tensor, rows: tuple[LogitsRows, ...]) -> None:
+        for item in output.scheduled:
+            item.sequence.num_computed_tokens += item.num_new_tokens
+            self.allocator.commit(item.sequence)
+        sampler_rows: list[SamplerRow] = []
+        for span in rows:
+            self._take_prompt_logprobs(span.sequence, logits[span.start : span.stop], span.first_position)
+            if span.is_last_chunk:
+                sampler_rows += self._rows_of(span.sequence, span.stop - 1, logits)
+        if sampler_rows:
+            for row, choice in zip(sampler_rows, choose(sampler_rows, logits), strict=True):
+                self._append(row.sequence, choice)
+
+    def _rows_of(self, sequence: Sequence, row: int, logits: torch.Tensor) -> list[SamplerRow]:
+        # the sequences that take their next token from this row: itself, and siblings born when its prompt is computed
+        request = sequence.request
+        sequences = [sequence]
+        if len(request.sequences) < request.num_sequences:
+            for index in range(1, request.num_sequences):
+                child = Sequence(request, index, list(request.prompt_token_ids))
+                request.sequences.append(child)
+                self.scheduler.fork(sequence, child)
+                sequences.append(child)
+        if request.sampling.is_external:
+            for each in sequences:
+                each.next_logits = logits[row]
+            return []
+        return [SamplerRow(each, row) for each in sequences]
+
+    def _append(self, sequence: Sequence, choice: Choice) -> None:
+        request = sequence.request
+        if sequence.is_finished:  # a sibling's error has ended the request
+            return
+        if choice.error is not None:
+            self._fail(request, choice.error)
+            return
+        if request.first_token_time is None:
+            request.first_token_time = time.monotonic()
+        sequence.token_ids.append(choice.token_id)
+        if choice.logprobs is not None:
+            sequence.logprobs.append(choice.logprobs)
+        self.changed[request.request_id] = request
+        try:
+            finish = finish_of(sequence)
+        except Exception as error:
+            self._fail(request, error)
+            return
+        if finish is not None:
+            self.finish(sequence, *finish)
+            self.counters.num_finished += request.is_finished
+
+    def _take_prompt_logprobs(self, sequence: Sequence, logits: torch.Tensor, first_position: int) -> None:
+        request = sequence.request
+        if not request.wants_prompt_logprobs or sequence.index or first_position + 1 < len(request.prompt_logprobs):
+            return
+        if not request.prompt_logprobs:
+            request.prompt_logprobs.append(None)  # nothing stands before the first token
+        targets = request.prompt_token_ids[first_position + 1 : first_position + 1 + len(logits)]
+        counts = [request.sampling.num_prompt_logprobs or 0] * len(targets)
+        if targets:
+            request.prompt_logprobs += token_logprobs(logits[: len(targets)], list(targets), counts)
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        self.counters.num_failed += 1
+        self.end(request, "error", error)
+
+    # -- the pool -----------------------------------------------------------------------------------------------------
+
+    def reserve(self, num_blocks: int) -> int:
+        """Makes the pool hold `num_blocks` blocks, or what the config says, or as many as memory allows; never fewer.
+
+        Sequences that run keep their blocks. Returns the blocks there are now.
+
+        Raises:
+            PoolMemoryError: not one block fits.
+        """
+        held = self.allocator.num_blocks if self.runner.cache is not None else 0
+        if self.config.num_blocks is not None:
+            num_blocks = self.config.num_blocks
+        elif num_blocks > held:
+            held_bytes = self.runner.cache.num_bytes if self.runner.cache is not None else 0
+            in_memory = blocks_in_memory(self.runner, self.allocator, self.config, held_bytes)
+            num_blocks = min(max(num_blocks, held + held // 4), in_memory)  # some more, so that it seldom grows again
+        if num_blocks > held:
+            self.runner.allocate_pool(self.allocator, num_blocks)
+            self.allocator.grow(num_blocks)
+        return self.allocator.num_blocks
+
+    def check(self) -> None:
+        """Proves the pool's invariants against every unfinished sequence.
+
+        Raises:
+            PagedError: naming the first thing that is wrong.
+        """
+        self.allocator.check(sequence for request in self.requests.values() for sequence in request.sequences)

@@ -1,0 +1,103 @@
+"""Rows that someone outside the engine drives: the engine computes their logits, the caller chooses their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from types import TracebackType
+
+import torch
+
+from hf_paged.cache.paged_cache import PagedKVCache
+from hf_paged.engine.engine import PagedEngine
+from hf_paged.engine.returned_cache import copy_rows
+from hf_paged.errors import CapacityError, PagedError
+from hf_paged.request import Request, Sequence, SequenceState
+
+
+class ExternalRows:
+    """The sequences of some requests, as rows 0, 1, 2, ... A context manager: leaving ends those that haven't ended.
+
+    The requests' `max_new_tokens` may be more than fits, since most rows end long before; `append` raises if one doesn't.
+
+    Args:
+        engine: computes the rows, together with whatever else it runs.
+        requests: with `sampling.is_external` set; siblings are rows one after another.
+    """
+
+    def __init__(self, engine: PagedEngine, requests: SequenceOf[Request]) -> None:
+        self._engine = engine
+        self._core = engine.core
+        self._requests = requests
+
+    def __enter__(self) -> ExternalRows:
+        with self._engine.lock:
+            try:
+                for request in self._requests:
+                    self._engine.admit(request)
+            except BaseException:
+                self.finish(range(len(self._sequences())))
+                raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.finish(range(len(self._sequences())))
+
+    def _sequences(self) -> list[Sequence]:
+        return [sequence for request in self._requests for sequence in request.sequences]
+
+    def logits(self, rows: SequenceOf[int]) -> list[torch.Tensor]:
+        """Logits `[vocab]` float32 for the next token of each of `rows`. Runs steps, for everybody, until they are there.
+
+        Raises what ended a row early.
+        """
+        while True:
+            with self._engine.lock:
+                for request in self._requests:
+                    if request.error is not None:
+                        raise request.error
+                if all(len(request.sequences) == request.num_sequences for request in self._requests):
+                    sequences = self._sequences()
+                    found = [sequences[row].next_logits for row in rows]
+                    if all(logits is not None for logits in found):
+                        return found
+                if not self._engine.advance():
+                    raise PagedError("The engine has rows without logits but nothing to run; its scheduler has a defect.")
+
+    def append(self, rows: SequenceOf[int], token_ids: SequenceOf[int]) -> None:
+        """Gives rows their next tokens.
+
+        Raises:
+            CapacityError: a row alone has outgrown the pool, or the model's positions.
+        """
+        limits = [self._core.position_limit, self._core.allocator.max_tokens_per_sequence]
+        limit = min((limit for limit in limits if limit is not None), default=None)
+        with self._engine.lock:
+            sequences = self._sequences()
+            for row, token_id in zip(rows, token_ids, strict=True):
+                sequence = sequences[row]
+                if limit is not None and sequence.num_tokens >= limit:
+                    raise CapacityError(
+                        f"A row has {sequence.num_tokens} tokens and no room for more: the pool, or the model's positions, "
+                        f"hold {limit}. Lower max_new_tokens, or raise memory_fraction or num_blocks of the cache_config."
+                    )
+                sequence.token_ids.append(token_id)
+                sequence.next_logits = None
+                if sequence.state is SequenceState.IDLE:
+                    self._core.scheduler.add(sequence)
+
+    def finish(self, rows: SequenceOf[int]) -> None:
+        """Ends rows and takes their blocks; those that have ended are left alone."""
+        with self._engine.lock:
+            sequences = self._sequences()
+            for row in rows:
+                sequences[row].next_logits = None
+                if not sequences[row].is_finished:
+                    self._core.finish(sequences[row], "stop", None)
+
+    def copy(self) -> PagedKVCache | None:
+        """The K and V of all rows as a cache of their own; None if one of them was preempted."""
+        with self._engine.lock:
+            pool = self._core.runner.cache
+            return None if pool is None else copy_rows(pool, self._core.get_model().config, self._sequences())
