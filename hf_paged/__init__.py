@@ -3,7 +3,7 @@
     import hf_paged
     model.generate(**batch, cache_implementation="paged")
 
-Importing it registers the attention implementation "hf_paged" and wraps `generate`; `uninstall()` takes both wraps back.
+Importing it registers the attention implementation "hf_paged" and wraps `generate`; `uninstall()` unwraps it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _LAZY = {
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        import importlib  # noqa: PLC0415
+        import importlib
 
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'hf_paged' has no attribute {name!r}")

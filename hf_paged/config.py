@@ -73,7 +73,7 @@ class PagedConfig:
     v_dtype: str = "auto"
 
     def __new__(cls, *args: Any, **options: Any) -> PagedConfig:
-        # A dataclass answers an unknown name with a bare TypeError; here a typo gets the name that was meant.
+        """Refuses unknown names first: a dataclass answers a typo with a bare TypeError, not with what was meant."""
         cls._check_names(options)
         return super().__new__(cls)
 

@@ -1,14 +1,14 @@
 """A request, its sequences, and the immutable outputs that leave the engine.
 
-    Request ── what the caller asked
-      └─ Sequence × n ── one token stream each, the unit that the scheduler runs
+Request ── what the caller asked
+  └─ Sequence, n of them ── one token stream each, the unit that the scheduler runs
 
-    WAITING ──admitted──▶ RUNNING ──finished, aborted, failed──▶ FINISHED
-       ▲                     │
-       └─────preempted───────┘        (its tokens stay, its blocks go)
+WAITING ──admitted──▶ RUNNING ──finished, aborted, failed──▶ FINISHED
+   ▲                     │
+   └─────preempted───────┘        (its tokens stay, its blocks go)
 
-    A running sequence whose tokens are all computed waits for its next token; if it is preempted then, it is IDLE:
-    it needs nothing until the token comes.
+A running sequence whose tokens are all computed waits for its next token; if it is preempted then, it is IDLE:
+it needs nothing until the token comes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from __future__ import annotations
 import enum
 import itertools
 import time
-from collections.abc import Hashable, Sequence as SequenceOf
+from collections.abc import Hashable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -117,7 +118,9 @@ class RequestOutput:
 
     def _only(self) -> SequenceOutput:
         if len(self.outputs) != 1:
-            raise AttributeError(f"Request {self.request_id!r} has {len(self.outputs)} sequences; read them in .outputs.")
+            raise AttributeError(
+                f"Request {self.request_id!r} has {len(self.outputs)} sequences; read them in .outputs."
+            )
         return self.outputs[0]
 
 

@@ -1,0 +1,1 @@
+"""Where K and V live: blocks, tables, prefixes, and the tensors themselves."""

@@ -1,10 +1,10 @@
 """Which layers there are, what one token of each takes, and which of them share a block group.
 
-    layers of a model with alternating attention          groups
-      0 full     [8 heads, 128]                              0: full           layers 0, 2
-      1 window   [8 heads, 128]                              1: window 1024    layers 1, 3
-      2 full     [8 heads, 128]
-      3 window   [8 heads, 128]                           a sequence has one block table a group
+layers of a model with alternating attention          groups
+  0 full     [8 heads, 128]                              0: full           layers 0, 2
+  1 window   [8 heads, 128]                              1: window 1024    layers 1, 3
+  2 full     [8 heads, 128]
+  3 window   [8 heads, 128]                           a sequence has one block table a group
 """
 
 from __future__ import annotations
@@ -50,9 +50,7 @@ class CacheLayout:
     attended: tuple[int, ...]
 
     @classmethod
-    def build(
-        cls, specs: dict[int, KVSpec], spans: dict[int, AttentionSpan], attended: tuple[int, ...]
-    ) -> CacheLayout:
+    def build(cls, specs: dict[int, KVSpec], spans: dict[int, AttentionSpan], attended: tuple[int, ...]) -> CacheLayout:
         """Groups layers by how much of the past they need, the full context first."""
         groups = sorted(
             {spans[index].group for index in specs}, key=lambda group: (group.window is not None, group.window or 0)

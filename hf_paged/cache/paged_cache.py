@@ -275,17 +275,17 @@ class PagedLayer(CacheLayerMixin):
         group.layers.append(self)
 
     @property
-    def is_initialized(self) -> bool:  # type: ignore[override]
+    def is_initialized(self) -> bool:
         """Whether the layer has met its first K and V."""
         return self.storage is not None
 
     @property
-    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
+    def keys(self) -> torch.Tensor | None:
         """What the next query may see, dense: `[batch, heads, tokens, head_dim]`; gathered at each call."""
         return None if self.storage is None else self._dense(self.storage.keys)
 
     @property
-    def values(self) -> torch.Tensor | None:  # type: ignore[override]
+    def values(self) -> torch.Tensor | None:
         """As `keys`, of V."""
         return None if self.storage is None else self._dense(self.storage.values)
 
@@ -441,7 +441,8 @@ class PagedKVCache(DynamicCache):
         self.layer_class_to_replicate = None  # `update` adds missing layers itself: they need their group
         self.block_size = block_size
         self._groups: dict[int | None, LayerGroup] = {}
-        self.layers = [self._paged(layer) for layer in self.layers]
+        stock: list[Any] = vars(self)["layers"]
+        self.layers: list[Any] = [self._paged(layer) for layer in stock]
 
     def _paged(self, layer: Any) -> Any:
         """Our layer for stock's, which knows whether and how far it slides; its own where it isn't plain attention."""

@@ -21,7 +21,7 @@ from hf_paged.kernels.backend import AttentionBackend
 from hf_paged.kernels.metadata import current_step
 
 
-class _PackedLayer(CacheLayerMixin):  # type: ignore[misc]
+class _PackedLayer(CacheLayerMixin):
     """What a model may ask of one layer: a packed forward always starts from nothing."""
 
     is_sliding = False
@@ -51,7 +51,7 @@ class _PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
 
-class TaggingCache(Cache):  # type: ignore[misc]
+class TaggingCache(Cache):
     """The part that every cache of a packed forward has: one entry a layer, and tagged keys."""
 
     def __init__(self, num_layers: int) -> None:
@@ -90,7 +90,9 @@ class StepCache(TaggingCache):
         """Writes key `[1, H, T, D]` and value `[1, H, T, Dv]` to the step's slots; returns them, the key tagged."""
         step = current_step()
         if step is None or step.cache is not self:
-            raise PackedStepError("The engine's cache was used outside of its packed step; give generate() its own cache.")
+            raise PackedStepError(
+                "The engine's cache was used outside of its packed step; give generate() its own cache."
+            )
         storage = self.storages[layer_idx]
         metadata = step.metadata(self.layout.layers[layer_idx].group, storage.spec.device)
         storage.write(key_states[0].transpose(0, 1), value_states[0].transpose(0, 1), metadata.slot_mapping)

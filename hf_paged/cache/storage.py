@@ -32,9 +32,7 @@ class KVSpec:
     @classmethod
     def of(cls, key: torch.Tensor, value: torch.Tensor) -> KVSpec:
         """The spec of what `update` was given: key `[B, H, T, D]`, value `[B, H, T, Dv]`."""
-        return cls(
-            key.shape[1], key.shape[-1], value.shape[1], value.shape[-1], key.dtype, value.dtype, key.device
-        )
+        return cls(key.shape[1], key.shape[-1], value.shape[1], value.shape[-1], key.dtype, value.dtype, key.device)
 
     def stored_as(self, k_dtype: str, v_dtype: str) -> KVSpec:
         """The same layer with the storage types of a PagedConfig; "auto" keeps what the model computes."""

@@ -1,0 +1,1 @@
+"""One step of the model, and the life of requests."""

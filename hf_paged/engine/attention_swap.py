@@ -50,7 +50,9 @@ def switchable_configs(model: PreTrainedModel) -> list[Any]:
         model.set_attn_implementation(requested)
         switched = [config for config in configs if config._attn_implementation_internal == ATTENTION_NAME]
     except (ValueError, ImportError) as error:
-        raise UnsupportedModelError(f"{type(model).__name__} can't use another attention implementation: {error}") from error
+        raise UnsupportedModelError(
+            f"{type(model).__name__} can't use another attention implementation: {error}"
+        ) from error
     finally:
         for config, implementation in zip(configs, before, strict=True):
             config._attn_implementation_internal = implementation

@@ -1,9 +1,9 @@
 """Packs the sequences of one step into a single row of tokens.
 
-    scheduled          a: 3 tokens from 4 on        b: 1 token, its 12th
-    input_ids        [[ a4  a5  a6  b11 ]]
-    position_ids     [[  4   5   6   11 ]]
-    logits wanted             ▲   ▲          the last token of every sequence that catches up
+scheduled          a: 3 tokens from 4 on        b: 1 token, its 12th
+input_ids        [[ a4  a5  a6  b11 ]]
+position_ids     [[  4   5   6   11 ]]
+logits wanted             ▲   ▲          the last token of every sequence that catches up
 """
 
 from __future__ import annotations

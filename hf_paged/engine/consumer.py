@@ -58,4 +58,3 @@ def raise_failure(outputs: SequenceOf[RequestOutput]) -> None:
         raise GenerationFailedError(
             f"Request {failed[0].request_id!r}{others} failed: {type(error).__name__}: {error}", outputs
         ) from error
-

@@ -1,8 +1,8 @@
 """EngineCore: one step, and the lives of the requests in it. No locks, no keywords, no waiting.
 
-    add ─▶ Scheduler ─▶ ModelRunner ─▶ choose ─▶ append, stop, fork, free ─▶ changed
-               ▲                                        │
-               └────────────────────────────────────────┘   one step()
+add ─▶ Scheduler ─▶ ModelRunner ─▶ choose ─▶ append, stop, fork, free ─▶ changed
+           ▲                                        │
+           └────────────────────────────────────────┘   one step()
 """
 
 from __future__ import annotations

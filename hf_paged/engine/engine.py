@@ -1,8 +1,8 @@
 """PagedEngine: continuous batching of many requests over one model and one block pool.
 
-    add_request, generate, stream  ─▶  EngineCore.step(), a step at a time under one fair lock
-                                         │ snapshots of what changed
-                     step()'s caller  ◀──┴──▶  the queue of each request that someone waits for
+add_request, generate, stream  ─▶  EngineCore.step(), a step at a time under one fair lock
+                                     │ snapshots of what changed
+                 step()'s caller  ◀──┴──▶  the queue of each request that someone waits for
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ class PagedEngine:
         model = unwrap_model(model)
         self._setup(lambda: model, PagedConfig.from_any(config), tokenizer)
         core = self.core
-        core.reserve(core.config.num_blocks or engine_blocks(core.runner, core.allocator, core.config, core.max_context))
+        core.reserve(
+            core.config.num_blocks or engine_blocks(core.runner, core.allocator, core.config, core.max_context)
+        )
 
     @classmethod
     def on_demand(cls, get_model: Callable[[], PreTrainedModel], config: PagedConfig) -> PagedEngine:
@@ -115,7 +117,9 @@ class PagedEngine:
     def _token_ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise RequestError("A prompt of text needs a tokenizer: PagedEngine(model, config, tokenizer=tokenizer).")
+                raise RequestError(
+                    "A prompt of text needs a tokenizer: PagedEngine(model, config, tokenizer=tokenizer)."
+                )
             prompt = self.tokenizer(prompt)["input_ids"]
         ids = torch.as_tensor(prompt, dtype=torch.int64).cpu()
         if ids.dim() == 2 and ids.shape[0] == 1:
@@ -127,22 +131,24 @@ class PagedEngine:
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= self.core.vocab_size:
             wrong = low if low < 0 else high
-            raise RequestError(f"The prompt has token id {wrong}; the model's ids go from 0 to {self.core.vocab_size - 1}.")
+            raise RequestError(
+                f"The prompt has token id {wrong}; the model's ids go from 0 to {self.core.vocab_size - 1}."
+            )
         return ids.tolist()
 
     def _check_fits(self, request: Request) -> None:
         prompt, new = request.num_prompt_tokens, request.max_new_tokens
         if self.core.position_limit is not None and request.max_computed_tokens > self.core.position_limit:
             raise CapacityError(
-                f"A prompt of {prompt} tokens and {new} new ones pass the model's {self.core.position_limit} positions; at most "
-                f"{max(0, self.core.position_limit - prompt + 1)} new tokens fit after this prompt."
+                f"A prompt of {prompt} tokens and {new} new ones pass the model's {self.core.position_limit} positions; "
+                f"at most {max(0, self.core.position_limit - prompt + 1)} new tokens fit after this prompt."
             )
         limit = self.core.allocator.max_tokens_per_sequence
         if limit is not None and request.max_computed_tokens > limit:
             raise CapacityError(
                 f"A prompt of {prompt} tokens and {new} new ones don't fit into the pool of {limit} tokens; "
-                f"at most {max(0, limit - prompt + 1)} new tokens fit after this prompt, or raise PagedConfig.num_blocks "
-                "or memory_fraction."
+                f"at most {max(0, limit - prompt + 1)} new tokens fit after this prompt, or raise "
+                "PagedConfig.num_blocks or memory_fraction."
             )
 
     def admit(self, request: Request) -> None:
@@ -231,7 +237,7 @@ class PagedEngine:
 
         Raises:
             RequestError: one of the requests is malformed; none has run.
-            GenerationFailedError: a request ended with an error; the others ran to their end, and its `outputs` has all.
+            GenerationFailedError: a request ended with an error; the others ran to their end, see `outputs`.
         """
         per_prompt = spread(keywords, len(prompts))
         requests = [self._make_request(prompt, options) for prompt, options in zip(prompts, per_prompt, strict=True)]

@@ -17,7 +17,7 @@ from hf_paged.request import Request, Sequence, SequenceState
 class ExternalRows:
     """The sequences of some requests, as rows 0, 1, 2, ... A context manager: leaving ends those that haven't ended.
 
-    The requests' `max_new_tokens` may be more than fits, since most rows end long before; `append` raises if one doesn't.
+    The requests' `max_new_tokens` may be more than fits: most rows end long before, and `append` raises if one doesn't.
 
     Args:
         engine: computes the rows, together with whatever else it runs.
@@ -48,7 +48,7 @@ class ExternalRows:
         return [sequence for request in self._requests for sequence in request.sequences]
 
     def logits(self, rows: SequenceOf[int]) -> list[torch.Tensor]:
-        """Logits `[vocab]` float32 for the next token of each of `rows`. Runs steps, for everybody, until they are there.
+        """Logits `[vocab]` float32 for the next token of each of `rows`. Runs steps until they are there.
 
         Raises what ended a row early.
         """
@@ -63,7 +63,9 @@ class ExternalRows:
                     if all(logits is not None for logits in found):
                         return found
                 if not self._engine.advance():
-                    raise PagedError("The engine has rows without logits but nothing to run; its scheduler has a defect.")
+                    raise PagedError(
+                        "The engine has rows without logits but nothing to run; its scheduler has a defect."
+                    )
 
     def append(self, rows: SequenceOf[int], token_ids: SequenceOf[int]) -> None:
         """Gives rows their next tokens.
@@ -79,8 +81,9 @@ class ExternalRows:
                 sequence = sequences[row]
                 if limit is not None and sequence.num_tokens >= limit:
                     raise CapacityError(
-                        f"A row has {sequence.num_tokens} tokens and no room for more: the pool, or the model's positions, "
-                        f"hold {limit}. Lower max_new_tokens, or raise memory_fraction or num_blocks of the cache_config."
+                        f"A row has {sequence.num_tokens} tokens and no room for more: the pool, or the model's "
+                        f"positions, hold {limit}. Lower max_new_tokens, or raise num_blocks or memory_fraction of the "
+                        "cache_config."
                     )
                 sequence.token_ids.append(token_id)
                 sequence.next_logits = None

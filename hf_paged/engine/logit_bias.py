@@ -10,7 +10,7 @@ from transformers import LogitsProcessor
 from hf_paged.errors import RequestError
 
 
-class LogitBiasProcessor(LogitsProcessor):  # type: ignore[misc]
+class LogitBiasProcessor(LogitsProcessor):
     """Adds a constant to the logits of some tokens.
 
     Args:

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation import logits_process, stopping_criteria as stopping
+from transformers.generation import logits_process
+from transformers.generation import stopping_criteria as stopping
 
 from hf_paged.engine.logit_bias import LogitBiasProcessor
 from hf_paged.errors import RequestError, nearest
@@ -170,7 +171,9 @@ class RequestResolver:
         config = self._generation_config(model, generation_config, generation, num_prompt_tokens)
         for name, neutral in _OTHER_MODES.items():
             if getattr(config, name, None) not in (None, neutral):
-                raise RequestError(f"A request can't have {name}={getattr(config, name)!r}; call model.generate for it.")
+                raise RequestError(
+                    f"A request can't have {name}={getattr(config, name)!r}; call model.generate for it."
+                )
         max_new_tokens = config.max_length - num_prompt_tokens
         if max_new_tokens < 1:
             raise RequestError(

@@ -157,7 +157,9 @@ def probe_layout(model: PreTrainedModel, configs: list[Any], num_tokens: int = _
     except (PagedError, RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
         raise UnsupportedModelError(f"{name} can't run packed: {error}") from error
     if not cache.specs or set(probe.attended) != set(cache.specs):
-        raise UnsupportedModelError(f"{name} can't run packed. Its layers don't all update and attend through the cache.")
+        raise UnsupportedModelError(
+            f"{name} can't run packed. Its layers don't all update and attend through the cache."
+        )
     return CacheLayout.build(cache.specs, probe.spans, tuple(probe.attended))
 
 

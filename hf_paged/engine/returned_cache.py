@@ -1,8 +1,8 @@
 """The cache that `generate(..., return_dict_in_generate=True)` returns, for a later call to continue from.
 
-    rows in the pool         row a: 5 tokens        row b: 3 tokens
-    as stock has them        a a a a a              padded on the left; the padding is masked in the next call too
-                             0 0 b b b
+rows in the pool         row a: 5 tokens        row b: 3 tokens
+as stock has them        a a a a a              padded on the left; the padding is masked in the next call too
+                         0 0 b b b
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def _slots(sequences: SequenceOf[Sequence], group: int, width: int, block_size: 
         blocks = np.frombuffer(sequence.block_tables[group].blocks, dtype=np.int32).astype(np.int64)
         positions = np.arange(sequence.num_computed_tokens)
         owner = blocks[positions // block_size]
-        row[width - len(positions) :] = np.where(owner == RELEASED, RELEASED, owner * block_size + positions % block_size)
+        row[width - len(positions) :] = np.where(
+            owner == RELEASED, RELEASED, owner * block_size + positions % block_size
+        )
     return torch.from_numpy(slots)
 
 

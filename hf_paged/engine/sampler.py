@@ -106,8 +106,7 @@ def _draw(rows: list[SamplerRow], members: list[int], scores: torch.Tensor) -> t
     if all(generator is None for generator in generators):
         return torch.multinomial(probabilities, 1).squeeze(1), bad
     drawn = [
-        torch.multinomial(row, 1, generator=generator)
-        for row, generator in zip(probabilities, generators, strict=True)
+        torch.multinomial(row, 1, generator=generator) for row, generator in zip(probabilities, generators, strict=True)
     ]
     return torch.cat(drawn), bad
 

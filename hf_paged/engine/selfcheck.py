@@ -43,8 +43,8 @@ def check_packed_step(runner: ModelRunner, model: Any, config: PagedConfig) -> N
     tolerance = _HALF_TOLERANCE if _rounds(runner, model) else _TOLERANCE
     if not difference <= tolerance:
         raise UnsupportedModelError(
-            f"{type(model).__name__} can't run packed. Its logits in a packed step differ from those of the prompt alone "
-            f"by {difference:.1e} of the largest."
+            f"{type(model).__name__} can't run packed. Its logits in a packed step differ from those of the prompt "
+            f"alone by {difference:.1e} of the largest."
         )
 
 
@@ -89,7 +89,10 @@ def _solo_logits(model: Any, prompt: list[int], device: torch.device) -> torch.T
     ids = torch.tensor([prompt], device=device)
     with torch.no_grad(), paged_attention((), model):
         output = model(
-            input_ids=ids, position_ids=torch.arange(len(prompt), device=device)[None], use_cache=False, return_dict=True
+            input_ids=ids,
+            position_ids=torch.arange(len(prompt), device=device)[None],
+            use_cache=False,
+            return_dict=True,
         )
     logits: torch.Tensor = output.logits[0, -1].float()
     return logits

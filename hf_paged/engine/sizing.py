@@ -23,7 +23,7 @@ def free_memory(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(free + cached)
-    import psutil  # noqa: PLC0415  only needed here, and import time counts
+    import psutil
 
     available = int(psutil.virtual_memory().available)
     for limit_file, used_file in (

@@ -1,0 +1,1 @@
+"""How Transformers reaches the engine."""

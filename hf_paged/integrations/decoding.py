@@ -1,10 +1,10 @@
 """The decoding loop of `generate`, on an engine.
 
-    in lockstep     the whole batch fits: every row gets its next token in the same round, from stock's processors on
-                    stock's own [B, L + t] history, with one draw for all rows. Whatever processors, criteria and
-                    streamers do, they see what they see in stock.
-    one by one      it doesn't fit: rows come and go as blocks allow, each with its own history, and where tokens are
-                    sampled, its own generator.
+in lockstep     the whole batch fits: every row gets its next token in the same round, from stock's processors on
+                stock's own [B, L + t] history, with one draw for all rows. Whatever processors, criteria and
+                streamers do, they see what they see in stock.
+one by one      it doesn't fit: rows come and go as blocks allow, each with its own history, and where tokens are
+                sampled, its own generator.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation import logits_process, stopping_criteria as stopping
+from transformers.generation import logits_process
+from transformers.generation import stopping_criteria as stopping
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_paged.compat import CACHE_KEYWORD
@@ -74,7 +75,10 @@ class Batch:
         if self.attention_mask is None:
             return rows
         masks = self.attention_mask.bool().tolist()
-        kept = [[token for token, keep in zip(row, mask, strict=True) if keep] for row, mask in zip(rows, masks, strict=True)]
+        kept = [
+            [token for token, keep in zip(row, mask, strict=True) if keep]
+            for row, mask in zip(rows, masks, strict=True)
+        ]
         for index, row in enumerate(kept):
             if not row:
                 raise RequestError(f"Row {index} of the batch has no tokens: its attention_mask is all zeros.")
@@ -112,7 +116,7 @@ def _can_go_one_by_one(batch: Batch) -> bool:
     )
 
 
-# -- in lockstep --------------------------------------------------------------------------------------------------------
+# -- in lockstep -----------------------------------------------------------------------------------------------------
 
 
 def _in_lockstep(engine: PagedEngine, batch: Batch, prompts: list[list[int]]) -> Any:
@@ -135,8 +139,8 @@ def _lockstep_rounds(rows: ExternalRows, batch: Batch) -> Any:
     num_rows = input_ids.shape[0]
     keep_scores = config.return_dict_in_generate and config.output_scores
     keep_logits = config.return_dict_in_generate and config.output_logits
-    # Stock feeds finished rows on until the last one is done, with padding where there is an end-of-sequence token. Who
-    # asked for more than tokens gets those rows' scores and cache too, and without such a token their tokens are returned.
+    # Stock feeds finished rows on until the last one is done, with padding where there is an end-of-sequence token.
+    # Who asked for more than tokens gets those rows' scores and cache; without such a token their tokens are returned.
     feeds_finished = config.return_dict_in_generate or not batch.has_eos
     pad = config._pad_token_tensor.to(input_ids.device) if config._pad_token_tensor is not None else None
     unfinished = torch.ones(num_rows, dtype=torch.int64, device=input_ids.device)
@@ -154,7 +158,7 @@ def _lockstep_rounds(rows: ExternalRows, batch: Batch) -> Any:
             tokens = torch.multinomial(processed.softmax(dim=-1), num_samples=1).squeeze(1)
         else:
             tokens = processed.argmax(dim=-1)
-        if batch.has_eos:
+        if batch.has_eos and pad is not None:  # stock sees to it that there is one
             tokens = tokens * unfinished + pad * (1 - unfinished)
         input_ids = torch.cat([input_ids, tokens[:, None]], dim=-1)
         unfinished = unfinished & ~batch.criteria(input_ids, scores if keep_scores else None)
@@ -179,9 +183,7 @@ def _lockstep_rounds(rows: ExternalRows, batch: Batch) -> Any:
     )
 
 
-def _all_rows(
-    found: list[torch.Tensor], active: list[int], num_rows: int, device: torch.device
-) -> torch.Tensor:
+def _all_rows(found: list[torch.Tensor], active: list[int], num_rows: int, device: torch.device) -> torch.Tensor:
     stacked = torch.stack(found).to(device)
     if len(active) == num_rows:
         return stacked
@@ -191,7 +193,7 @@ def _all_rows(
     return full
 
 
-# -- one by one ---------------------------------------------------------------------------------------------------------
+# -- one by one ------------------------------------------------------------------------------------------------------
 
 
 def _one_by_one(engine: PagedEngine, batch: Batch, prompts: list[list[int]]) -> torch.Tensor:
@@ -239,4 +241,3 @@ def _row_criteria(criteria: StoppingCriteriaList) -> tuple[tuple[str, None, Any]
         for criterion in criteria
         if not isinstance(criterion, stopping.MaxLengthCriteria | stopping.EosTokenCriteria)
     )
-

@@ -74,7 +74,7 @@ def _signature(model: PreTrainedModel) -> Hashable:
 
 
 def get_engine(model: Any) -> PagedEngine | None:
-    """The engine behind a model's paged `generate`, or None before its first call. PEFT and compiled wrappers unwrap."""
+    """The engine behind a model's paged `generate`, or None before its first call. Wrappers are unwrapped."""
     with _guard:
         return _engines.get(unwrap_model(model), (None, None))[1]
 

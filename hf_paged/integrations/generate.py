@@ -1,9 +1,9 @@
 """`model.generate(..., cache_implementation="paged")`: three wrapped methods, and the way back.
 
-    generate                         finds out whether "paged" is meant, opens a scope, calls the original
-      stock prepares everything      inputs, masks, processors, criteria: its semantics stay its own
-      _prepare_cache_for_generation  beams, assisted and other loops of stock get a PagedKVCache
-      _sample                        greedy and sampling run on the engine instead of stock's loop
+generate                         finds out whether "paged" is meant, opens a scope, calls the original
+  stock prepares everything      inputs, masks, processors, criteria: its semantics stay its own
+  _prepare_cache_for_generation  beams, assisted and other loops of stock get a PagedKVCache
+  _sample                        greedy and sampling run on the engine instead of stock's loop
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _current(model: Any) -> _PagedCall | None:
     return call if call is not None and call.model is model else None
 
 
-# -- the wrapped methods ------------------------------------------------------------------------------------------------
+# -- the wrapped methods ---------------------------------------------------------------------------------------------
 
 
 def _generate(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -129,8 +129,8 @@ def _give_paged_cache(
     **kwargs: Any,
 ) -> Any:
     """Lets stock prepare its cache, then puts a PagedKVCache in the place of the DynamicCache that it made."""
-    from hf_paged.cache.paged_cache import PagedKVCache  # noqa: PLC0415  import time counts
-    from hf_paged.compat import CACHE_KEYWORD  # noqa: PLC0415
+    from hf_paged.cache.paged_cache import PagedKVCache
+    from hf_paged.compat import CACHE_KEYWORD
 
     is_own = model_kwargs.get(CACHE_KEYWORD) is not None
     result = original(model, generation_config, model_kwargs, *args, **kwargs)
@@ -166,9 +166,9 @@ def _sample(
     if call is not None:
         reason = _why_stock(model, call, input_ids, stopping_criteria, generation_config, synced_gpus, model_kwargs)
         if reason is None:
-            from hf_paged.errors import UnsupportedModelError  # noqa: PLC0415
-            from hf_paged.integrations.decoding import Batch, decode  # noqa: PLC0415
-            from hf_paged.integrations.engines import engine_for  # noqa: PLC0415
+            from hf_paged.errors import UnsupportedModelError
+            from hf_paged.integrations.decoding import Batch, decode
+            from hf_paged.integrations.engines import engine_for
 
             try:
                 engine = engine_for(model, call.config)
@@ -235,7 +235,7 @@ def _why_stock(
 
 
 def _fall_back(model: Any, reason: str) -> None:
-    from hf_paged.integrations.engines import get_engine  # noqa: PLC0415
+    from hf_paged.integrations.engines import get_engine
 
     engine = get_engine(model)
     if engine is not None:
@@ -250,12 +250,12 @@ def _say(model: Any, reason: str) -> None:
         logger.warning(message)
 
 
-# -- install and uninstall ------------------------------------------------------------------------------------------------
+# -- install and uninstall -------------------------------------------------------------------------------------------
 
 
 def install() -> None:
     """Wraps the three methods. Done by `import hf_paged`; a second time changes nothing."""
-    implementations = {
+    implementations: dict[str, Callable[..., Any]] = {
         "generate": _generate,
         "_prepare_cache_for_generation": _prepare_cache,
         "_sample": _sample,
@@ -281,7 +281,7 @@ def _wrap(original: Callable[..., Any], implementation: Callable[..., Any]) -> C
 
 
 def uninstall() -> None:
-    """Puts the three methods back. A patch that someone else laid over ours stays, and calls the original through it."""
+    """Puts the three methods back. A patch that someone laid over ours stays, and reaches the original through it."""
     for name, wrapper in _wrappers.items():
         if getattr(GenerationMixin, name) is wrapper:
             setattr(GenerationMixin, name, _originals[name])

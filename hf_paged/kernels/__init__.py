@@ -1,0 +1,1 @@
+"""Attention over blocks: tensors and metadata, never requests."""

@@ -1,16 +1,16 @@
 """The functions that Transformers calls under the name "hf_paged": attention, and the mask that goes with it.
 
-    in a packed step   tagged keys   -> the cache's backend, on blocks
-                       anything else -> an error: falling back would mix the packed sequences
-    outside of one                   -> what the model had before the swap; where "hf_paged" is the user's own choice,
-                                        the same as sdpa, or as the model's eager code for softcap and sinks
+in a packed step   tagged keys   -> the cache's backend, on blocks
+                   anything else -> an error: falling back would mix the packed sequences
+outside of one                   -> what the model had before the swap; where "hf_paged" is the user's own choice,
+                                    the same as sdpa, or as the model's eager code for softcap and sinks
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -86,7 +86,7 @@ def _tag(
             "An attention call in a packed step brings a mask or a position bias of its own; "
             "run this model without cache_implementation='paged'."
         )
-    return cache, layer_idx
+    return cast("StepCache", cache), layer_idx
 
 
 def _plain_attention(

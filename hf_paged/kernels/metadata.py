@@ -1,14 +1,14 @@
 """What an attention kernel is told about one packed step, and the thread-local scope that carries it.
 
-    packed batch of three sequences: a prefill chunk of 3 tokens, a decode, a decode
+packed batch of three sequences: a prefill chunk of 3 tokens, a decode, a decode
 
-      token            0   1   2   3   4
-      sequence         a   a   a   b   c
-      query_start_loc  0           3   4   5
-      seq_lens         7 (4 cached + 3 new), 12, 1        keys each sequence attends to after this step
-      slot_mapping     where token t's K and V go: block id * block_size + offset
-      block_table      row per sequence, logical block -> physical block; blocks freed behind a window read 0 and are
-                       never needed
+  token            0   1   2   3   4
+  sequence         a   a   a   b   c
+  query_start_loc  0           3   4   5
+  seq_lens         7 (4 cached + 3 new), 12, 1        keys each sequence attends to after this step
+  slot_mapping     where token t's K and V go: block id * block_size + offset
+  block_table      row per sequence, logical block -> physical block; blocks freed behind a window read 0 and are
+                   never needed
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ class PackedStep:
         probe: set while a forward is only observed; attention then reports to it instead of computing.
     """
 
-    def __init__(self, cache: object, metadata: Sequence[AttentionMetadata], probe: AttentionProbe | None = None) -> None:
+    def __init__(
+        self, cache: object, metadata: Sequence[AttentionMetadata], probe: AttentionProbe | None = None
+    ) -> None:
         self.cache = cache
         self.probe = probe
         self.updated: list[int] = []

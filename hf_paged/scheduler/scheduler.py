@@ -82,9 +82,7 @@ class Scheduler:
                 budget = self._schedule_waiting(scheduled, copies, budget)
         return SchedulerOutput(tuple(scheduled), tuple(map(tuple, copies)), self.max_batch_tokens - budget)
 
-    def _schedule_running(
-        self, scheduled: list[ScheduledSequence], copies: list[list[BlockCopy]], budget: int
-    ) -> int:
+    def _schedule_running(self, scheduled: list[ScheduledSequence], copies: list[list[BlockCopy]], budget: int) -> int:
         position = 0
         while position < len(self.running) and budget and len(scheduled) < self.max_sequences:
             sequence = self.running[position]
@@ -107,9 +105,7 @@ class Scheduler:
             group.extend(group_copies)
         return True
 
-    def _schedule_waiting(
-        self, scheduled: list[ScheduledSequence], copies: list[list[BlockCopy]], budget: int
-    ) -> int:
+    def _schedule_waiting(self, scheduled: list[ScheduledSequence], copies: list[list[BlockCopy]], budget: int) -> int:
         while self._waiting and budget and len(scheduled) < self.max_sequences:
             sequence = self._waiting[0][1]
             if sequence.state is not SequenceState.WAITING:

@@ -120,9 +120,7 @@ def test_a_salt_keeps_prefixes_apart() -> None:
 
 def test_prompt_logprobs_are_the_same_on_a_cached_prompt() -> None:
     engine = _engine(max_batch_tokens=24)
-    first, second = (
-        engine.generate([BASE], max_new_tokens=2, logprobs=2, prompt_logprobs=3)[0] for _ in range(2)
-    )
+    first, second = (engine.generate([BASE], max_new_tokens=2, logprobs=2, prompt_logprobs=3)[0] for _ in range(2))
     assert second.num_cached_tokens == 0, "prompt logprobs need the whole prompt computed"
     model = build("llama")
     with torch.no_grad():

@@ -1,7 +1,7 @@
-"""Every field of GenerationConfig, tried: equal to stock on the engine, equal in stock's loop, or refused as stock does.
+"""Every field of GenerationConfig, tried: equal to stock on the engine or in stock's loop, or refused as stock does.
 
-`docs/generate.md` is made by this file: `pytest tests/integrations/test_generation_fields.py --update-docs`, once on each
-version that the page shows.
+`docs/generate.md` is made by this file: `pytest tests/integrations/test_generation_fields.py --update-docs`, once on
+each version that the page shows.
 """
 
 from __future__ import annotations
@@ -204,18 +204,20 @@ def _page(known: dict[str, dict[str, str]]) -> str:
     versions = sorted(known, key=lambda version: tuple(map(int, version.split("."))))
     fields = sorted({field for found in known.values() for field in found})
     lines = [
-        "# Every field of GenerationConfig under `cache_implementation=\"paged\"`",
+        '# Every field of GenerationConfig under `cache_implementation="paged"`',
         "",
-        "Made by `pytest tests/integrations/test_generation_fields.py --update-docs` from calls of both, on a left-padded",
-        "batch of a tiny model: tokens, scores and shapes compared. *equal*: it ran on the engine; *equal, in stock's loop*: it",
-        "ran stock's own loop, on a PagedKVCache where that can be.",
+        "Made by `pytest tests/integrations/test_generation_fields.py --update-docs` from calls of both, on a",
+        "left-padded batch of a tiny model: tokens, scores and shapes compared. *equal*: it ran on the engine;",
+        "*equal, in stock's loop*: it ran stock's own loop, on a PagedKVCache where that can be.",
         "",
         f"| field | tried with | {' | '.join(versions)} |",
         f"|---|---|{'---|' * len(versions)}",
     ]
     for field in fields:
         tried = CASES.get(field, "")
-        shown = "" if isinstance(tried, str) else ", ".join(f"{k}={_short(v)}" for k, v in tried.items() if k != "one row")
+        shown = (
+            "" if isinstance(tried, str) else ", ".join(f"{k}={_short(v)}" for k, v in tried.items() if k != "one row")
+        )
         found = " | ".join(known[version].get(field, "no such field") for version in versions)
         lines.append(f"| `{field}` | {f'`{shown}`' if shown else ''} | {found} |")
     return "\n".join(lines) + "\n"
