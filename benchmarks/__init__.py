@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m benchmarks.mixed`, `python -m benchmarks.import_time`, `python -m benchmarks.table`."""

@@ -1,0 +1,1 @@
+"""What the host does in a step, timed by `pytest tests/micro --benchmark-enable`; else each runs once."""
