@@ -1,16 +1,17 @@
 """BlockAllocator: who gets which block. The scheduler asks; the pools, tables and the prefix index answer together.
 
-    sequence "a", block_size 4, a full group and a group with a window of 6
+sequence "a", block_size 4, a full group and a group with a window of 6
 
-      tokens          0 1 2 3 │ 4 5 6 7 │ 8 9 . .        next to compute: 10
-      full group      block 0 │ block 1 │ block 2
-      window group    given   │ block 1 │ block 2        a query at 10 sees 5 .. 10, so block 0 went back
-                      back
+  tokens          0 1 2 3 │ 4 5 6 7 │ 8 9 . .        next to compute: 10
+  full group      block 0 │ block 1 │ block 2
+  window group    given   │ block 1 │ block 2        a query at 10 sees 5 .. 10, so block 0 went back
+                  back
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence as SequenceOf
+from collections.abc import Hashable, Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from hf_paged.cache.block_pool import BlockPool
@@ -84,10 +85,10 @@ class BlockAllocator:
 
     def group_blocks(self, group: BlockGroup, num_blocks: int) -> int:
         """Blocks of a group in a pool of `num_blocks` blocks of full context."""
-        return min(num_blocks, self._max_sequences * self._window_blocks(group, num_blocks))
+        return min(num_blocks, self._max_sequences * self._blocks_held(group, num_blocks))
 
-    def _window_blocks(self, group: BlockGroup, num_blocks: int) -> int:
-        # most blocks one sequence holds in a group, when its whole context is num_blocks
+    def _blocks_held(self, group: BlockGroup, num_blocks: int) -> int:
+        # most blocks that one sequence of `num_blocks` blocks of full context holds in a group at once
         if group.window is None:
             return num_blocks
         return min(num_blocks, -(-(group.window - 1 + self._max_batch_tokens) // self.block_size) + 1)
@@ -104,7 +105,7 @@ class BlockAllocator:
         limits = []
         for group, pool in zip(self.groups, self.pools, strict=True):
             usable = pool.num_blocks - pool.num_reserved
-            if group.window is None or usable < self._window_blocks(group, pool.num_blocks + 1):
+            if group.window is None or usable < self._blocks_held(group, pool.num_blocks + 1):
                 limits.append(usable * self.block_size)
         return min(limits) if limits else None
 
@@ -195,7 +196,7 @@ class BlockAllocator:
         for index, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
             shared = [block for block in prefix.blocks[index] if block != RELEASED]
             revived = sum(pool.ref_count(block) == 0 for block in shared)
-            total = min(self.blocks_for(sequence.num_tokens), self._window_blocks(group, pool.num_blocks))
+            total = self._blocks_held(group, self.blocks_for(sequence.num_tokens))
             if max(0, total - len(shared)) + revived + num_spare_blocks > pool.num_allocatable:
                 return False
         sequence.block_tables = []
@@ -258,7 +259,7 @@ class BlockAllocator:
         sequence.num_indexed_blocks = 0
 
     def check(self, sequences: Iterable[Sequence]) -> None:
-        """Proves the pools' invariants against the tables of all sequences that hold blocks.
+        """Proves the pools' invariants against the tables of all sequences that hold blocks, and the prefix index's.
 
         Raises:
             PagedError: naming the first thing that is wrong.
@@ -272,3 +273,4 @@ class BlockAllocator:
                     raise PagedError(f"Request {sequence.request.request_id!r} has computed tokens without a block.")
         for pool, expected in zip(self.pools, counts, strict=True):
             pool.check(expected)
+        self._index.check([pool.cached_blocks() for pool in self.pools])

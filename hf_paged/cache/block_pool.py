@@ -27,9 +27,7 @@ class BlockPool:
         on_evict: called with the id of a cached block just before its content is given up.
     """
 
-    def __init__(
-        self, num_blocks: int, num_reserved: int = 0, on_evict: Callable[[int], None] | None = None
-    ) -> None:
+    def __init__(self, num_blocks: int, num_reserved: int = 0, on_evict: Callable[[int], None] | None = None) -> None:
         self.num_blocks = num_blocks
         self.num_reserved = num_reserved
         self.peak_referenced = 0
@@ -67,6 +65,10 @@ class BlockPool:
         """Whether the block's content is in the prefix index."""
         return bool(self._is_cached[block_id])
 
+    def cached_blocks(self) -> set[int]:
+        """The blocks whose content is in the prefix index."""
+        return {block_id for block_id, cached in enumerate(self._is_cached) if cached}
+
     def allocate(self) -> int:
         """Hands out one block with a count of 1, evicting the least recently used cached one if none is free.
 
@@ -94,7 +96,7 @@ class BlockPool:
         self.peak_referenced = max(self.peak_referenced, self.num_referenced)
 
     def free(self, block_ids: Iterable[int]) -> None:
-        """One table less points at each block. Pass a sequence's blocks last to first: tails are evicted before heads."""
+        """One table less points at each block. Pass a sequence's blocks last to first: its tail is evicted first."""
         for block_id in block_ids:
             count = self._ref_counts[block_id]
             if count <= 0:
@@ -146,7 +148,7 @@ class BlockPool:
             raise PagedError("A block is on the free list twice.")
         if free & self._evictable.keys():
             raise PagedError("A block is both free and cached.")
-        if self.num_free + self.num_cached_unreferenced + self.num_referenced != self.num_blocks:
+        if sum(count > 0 for count in self._ref_counts) != self.num_referenced:
             raise PagedError("free + cached + referenced differs from the number of blocks.")
         for block_id, count in enumerate(self._ref_counts):
             idle = block_id in free or block_id in self._evictable
@@ -156,7 +158,6 @@ class BlockPool:
                 raise PagedError(f"Block {block_id} is free but still indexed.")
             if block_id in self._evictable and not self._is_cached[block_id]:
                 raise PagedError(f"Block {block_id} is kept for content that is not indexed.")
-            if expected_ref_counts is not None and count != expected_ref_counts.get(block_id, 0):
-                raise PagedError(
-                    f"Block {block_id} has count {count}, but {expected_ref_counts.get(block_id, 0)} tables point at it."
-                )
+            expected = count if expected_ref_counts is None else expected_ref_counts.get(block_id, 0)
+            if count != expected:
+                raise PagedError(f"Block {block_id} has count {count}, but {expected} tables point at it.")

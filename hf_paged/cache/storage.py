@@ -55,7 +55,12 @@ class LayerStorage:
     def __init__(self, spec: KVSpec, num_blocks: int, block_size: int) -> None:
         self.spec = spec
         self.block_size = block_size
-        self.keys, self.values = self._allocate(num_blocks)
+        self._hold(*self._allocate(num_blocks))
+
+    def _hold(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.keys, self.values = keys, values
+        # the same memory by slot, [num_slots, H, D]: made here, since a view a layer and step adds up
+        self._key_slots, self._value_slots = keys.flatten(0, 1), values.flatten(0, 1)
 
     @property
     def num_blocks(self) -> int:
@@ -94,15 +99,16 @@ class LayerStorage:
     def grow(self, num_blocks: int) -> None:
         """Makes room for `num_blocks` in all, keeping the content of those there are."""
         old_keys, old_values = self.keys, self.values
-        self.keys, self.values = self._allocate(num_blocks)
+        keys, values = self._allocate(num_blocks)
         with torch.no_grad():
-            self.keys[: old_keys.shape[0]].copy_(old_keys)
-            self.values[: old_values.shape[0]].copy_(old_values)
+            keys[: old_keys.shape[0]].copy_(old_keys)
+            values[: old_values.shape[0]].copy_(old_values)
+        self._hold(keys, values)
 
     def write(self, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Stores new tokens: key `[T, H, D]`, value `[T, H, Dv]`, slot_mapping `[T]` int64."""
-        self.keys.flatten(0, 1).index_copy_(0, slot_mapping, key.to(self.keys.dtype))
-        self.values.flatten(0, 1).index_copy_(0, slot_mapping, value.to(self.values.dtype))
+        self._key_slots.index_copy_(0, slot_mapping, key.to(self.keys.dtype))
+        self._value_slots.index_copy_(0, slot_mapping, value.to(self.values.dtype))
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies whole blocks, `(source, destination)` each; no destination is another copy's source."""

@@ -16,7 +16,7 @@ from hf_paged.compat import CACHE_KEYWORD
 from hf_paged.config import PagedConfig
 from hf_paged.engine.attention_swap import model_lock, paged_attention, switchable_configs
 from hf_paged.engine.batch import LogitsRows, PackedBatch, pack
-from hf_paged.engine.probe import accepts_logits_to_keep, forward_options, probe_layout
+from hf_paged.engine.probe import accepts_logits_to_keep, probe_layout
 from hf_paged.errors import PackedStepError
 from hf_paged.kernels.metadata import PackedStep, packed_step
 from hf_paged.kernels.registry import resolve_backend
@@ -46,6 +46,7 @@ class ModelRunner:
         self.device = next(iter(self.layout.layers.values())).spec.device
         self.backend = resolve_backend(config.attention_backend, self.device)
         self.cache: StepCache | None = None
+        self._keeps_logits = accepts_logits_to_keep(model)
 
     def probe(self, num_tokens: int) -> None:
         """Runs a forward of `num_tokens` tokens that touches no pool, to see what a step allocates."""
@@ -114,12 +115,14 @@ class ModelRunner:
             result = model(
                 input_ids=batch.input_ids,
                 position_ids=batch.position_ids,
+                use_cache=True,
+                return_dict=True,
                 **{CACHE_KEYWORD: self.cache},
-                **forward_options(model, batch.logits_to_keep),
+                **({"logits_to_keep": batch.logits_to_keep} if self._keeps_logits else {}),
             )
         self._check_step(step.updated, step.attended)
         logits: torch.Tensor = result.logits[0]
-        if not accepts_logits_to_keep(model):
+        if not self._keeps_logits:
             logits = logits[batch.logits_to_keep.to(logits.device)]
         return logits.float()
 

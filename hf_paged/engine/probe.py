@@ -101,14 +101,6 @@ def _span_of(mask_function: Callable[..., torch.Tensor], local_size: int | None)
     raise UnsupportedModelError("Its attention mask is neither causal, nor a window, nor chunks.")
 
 
-def forward_options(model: PreTrainedModel, keep: torch.Tensor) -> dict[str, Any]:
-    """The keywords of every packed forward. `keep` [R] int64: the positions whose logits are wanted."""
-    options: dict[str, Any] = {"use_cache": True, "return_dict": True}
-    if accepts_logits_to_keep(model):
-        options["logits_to_keep"] = keep
-    return options
-
-
 def accepts_logits_to_keep(model: PreTrainedModel) -> bool:
     """Whether the model can compute logits for some positions only."""
     return "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -141,12 +133,14 @@ def probe_layout(model: PreTrainedModel, configs: list[Any], num_tokens: int = _
     probe = _Probe(cache)
     device = input_device(model)
     positions = torch.arange(num_tokens, device=device)[None]
-    options = forward_options(model, positions[0, -1:])
+    options = {"logits_to_keep": positions[0, -1:]} if accepts_logits_to_keep(model) else {}
     try:
         with torch.no_grad(), paged_attention(configs, model), packed_step(PackedStep(cache, (), probe)):
             model(
                 input_ids=torch.zeros_like(positions),
                 position_ids=positions,
+                use_cache=True,
+                return_dict=True,
                 **{CACHE_KEYWORD: cache},
                 **options,
             )
