@@ -21,6 +21,9 @@ FOREIGN_NAMES = {
     "num_gpu_blocks": "num_blocks",
     "kv_cache_dtype": "k_dtype' and 'v_dtype",
     "attention_config": "attention_backend",
+    "max_model_len": None,
+    "enable_chunked_prefill": None,
+    "swap_space": None,
     # transformers.ContinuousBatchingConfig
     "max_memory_percent": "memory_fraction",
     "allow_block_sharing": "enable_prefix_caching",
@@ -28,6 +31,15 @@ FOREIGN_NAMES = {
     "scheduler_type": None,
     "use_cuda_graph": None,
     "use_async_batching": None,
+    "safety_margin": None,
+    "max_blocks_per_request": None,
+    "q_padding_interval_size": None,
+    "kv_padding_interval_size": None,
+    "varlen_compile_config": None,
+    "decode_compile_config": None,
+    "default_compile_level": None,
+    "return_logprobs": None,
+    "seed": None,
     # text-generation-inference
     "max_batch_prefill_tokens": "max_batch_tokens",
     "max_batch_total_tokens": "num_blocks",
@@ -92,15 +104,21 @@ class PagedConfig:
     def __post_init__(self) -> None:
         for name in ("k_dtype", "v_dtype"):  # a torch.dtype is welcome too
             object.__setattr__(self, name, str(getattr(self, name)).removeprefix("torch."))
-        self._require("block_size", self.block_size in BLOCK_SIZES, f"one of {', '.join(map(str, BLOCK_SIZES))}")
+        self._require(
+            "block_size",
+            self._positive(self.block_size) and self.block_size in BLOCK_SIZES,
+            f"one of {', '.join(map(str, BLOCK_SIZES))}",
+        )
         self._require("num_blocks", self.num_blocks is None or self._positive(self.num_blocks), "a positive integer")
-        self._require("memory_fraction", 0 < self.memory_fraction <= 1, "above 0 and at most 1")
+        share = self.memory_fraction
+        self._require("memory_fraction", self._number(share) and 0 < share <= 1, "above 0 and at most 1")
         self._require("max_batch_tokens", self._positive(self.max_batch_tokens), "a positive integer")
         self._require("max_requests_per_batch", self._positive(self.max_requests_per_batch), "a positive integer")
         queue = self.max_queue_size
         self._require("max_queue_size", queue is None or self._positive(queue), "a positive integer or None")
         self._require("enable_prefix_caching", isinstance(self.enable_prefix_caching, bool), "True or False")
-        self._require("prefix_cache_fraction", 0 <= self.prefix_cache_fraction < 1, "at least 0 and below 1")
+        share = self.prefix_cache_fraction
+        self._require("prefix_cache_fraction", self._number(share) and 0 <= share < 1, "at least 0 and below 1")
         self._require("attention_backend", isinstance(self.attention_backend, str), "the name of a backend, or 'auto'")
         self._require("k_dtype", self.k_dtype in KV_DTYPES, f"one of {', '.join(KV_DTYPES)}")
         self._require("v_dtype", self.v_dtype in KV_DTYPES, f"one of {', '.join(KV_DTYPES)}")
@@ -112,6 +130,10 @@ class PagedConfig:
     @staticmethod
     def _positive(value: object) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+    @staticmethod
+    def _number(value: object) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool)
 
     @classmethod
     def from_any(cls, value: PagedConfig | Mapping[str, Any] | None) -> PagedConfig:

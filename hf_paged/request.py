@@ -137,6 +137,7 @@ class Sequence:
         self.stop_reason: int | str | None = None
         self.logprobs: list[TokenLogprobs] = []
         self.next_logits: Any = None  # for a token chosen outside the engine
+        self.history: Any = None  # what processors and criteria see of it, kept by the engine
         # owned by the block allocator
         self.block_tables: list[BlockTable] = []
         self.prefix_node: PrefixNode | None = None
@@ -227,6 +228,7 @@ class Request:
         self.finished_time: float | None = None
         self.num_cached_tokens: int | None = None
         self.prompt_logprobs: list[TokenLogprobs | None] = []
+        self._prompt_logprobs_shown: tuple[TokenLogprobs | None, ...] = ()
         self.error: BaseException | None = None
         self.sequences = [Sequence(self, 0, list(self.prompt_token_ids))]
 
@@ -245,6 +247,11 @@ class Request:
         """Most tokens whose K/V a sequence can ever hold: the last generated token is never fed back."""
         return self.num_prompt_tokens + self.max_new_tokens - 1
 
+    @property
+    def is_external(self) -> bool:
+        """Whether someone outside the engine chooses its tokens, and nobody reads its outputs."""
+        return bool(getattr(self.sampling, "is_external", False))
+
     def snapshot(self) -> RequestOutput:
         """What the caller sees of it now."""
         return RequestOutput(
@@ -256,6 +263,13 @@ class Request:
             metrics=RequestMetrics(
                 self.arrival_time, self.first_scheduled_time, self.first_token_time, self.finished_time
             ),
-            prompt_logprobs=tuple(self.prompt_logprobs) if self.wants_prompt_logprobs else None,
+            prompt_logprobs=self._prompt_logprobs_so_far(),
             error=self.error,
         )
+
+    def _prompt_logprobs_so_far(self) -> tuple[TokenLogprobs | None, ...] | None:
+        if not self.wants_prompt_logprobs:
+            return None
+        if len(self._prompt_logprobs_shown) != len(self.prompt_logprobs):  # once a chunk, not once an output
+            self._prompt_logprobs_shown = tuple(self.prompt_logprobs)
+        return self._prompt_logprobs_shown

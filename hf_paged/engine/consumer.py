@@ -45,8 +45,7 @@ class Consumer:
     def _leave(self) -> None:
         for request in self._added:
             self._engine.close_queue(request.request_id)
-            if self._engine.core.requests.get(request.request_id) is request:
-                self._engine.core.end(request, "abort")
+            self._engine.core.abort(request)
 
 
 def raise_failure(outputs: SequenceOf[RequestOutput]) -> None:

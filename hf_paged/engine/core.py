@@ -24,7 +24,7 @@ from hf_paged.engine.sizing import blocks_in_memory
 from hf_paged.engine.stats import EngineCounters
 from hf_paged.engine.stopping import finish_of
 from hf_paged.engine.weights import weights_fingerprint
-from hf_paged.request import Request, Sequence, SequenceState
+from hf_paged.request import Request, Sequence
 from hf_paged.scheduler.output import SchedulerOutput
 from hf_paged.scheduler.scheduler import Scheduler
 
@@ -65,6 +65,8 @@ class EngineCore:
         self.requests: dict[str, Request] = {}  # unfinished ones
         self.changed: dict[str, Request] = {}  # since they were last looked at
         self._weights: object = None
+        self._is_stepping = False
+        self._to_abort: list[Request] = []
 
     def add(self, request: Request) -> None:
         """Queues a request whose id is free."""
@@ -80,6 +82,18 @@ class EngineCore:
         if weights is None or weights != self._weights:
             self.allocator.reset_prefix_cache()
         self._weights = weights
+
+    def abort(self, request: Request) -> None:
+        """Ends a request that has not ended, or marks it to end with the step that runs.
+
+        A step may be interrupted by a caller that leaves: a processor that aborts its own request, or a stream that is
+        collected. Nothing may leave the scheduler's lists while it walks them.
+        """
+        if self._is_stepping:
+            self._to_abort.append(request)
+        elif self.requests.get(request.request_id) is request:
+            self.counters.num_aborted += 1
+            self.end(request, "abort")
 
     def end(self, request: Request, finish_reason: str, error: BaseException | None = None) -> None:
         """Ends every sequence of a request that hasn't ended; an error is its reason."""
@@ -100,6 +114,15 @@ class EngineCore:
 
     def step(self) -> bool:
         """Runs one step. Returns False if there was nothing to run."""
+        self._is_stepping = True
+        try:
+            return self._step()
+        finally:
+            self._is_stepping = False
+            while self._to_abort:
+                self.abort(self._to_abort.pop())
+
+    def _step(self) -> bool:
         output = self.scheduler.schedule()
         if not output.scheduled:
             return False
@@ -107,13 +130,21 @@ class EngineCore:
             self.runner.copy_blocks(output.copies)
             for part, logits, rows in self._run(output):
                 self._take(part, logits, rows)
-        except BaseException:  # interrupted: what was allocated for this step may not be written, so compute it again
-            for item in output.scheduled:
-                if item.sequence.state is SequenceState.RUNNING:
-                    self.scheduler.preempt(item.sequence)
+        except BaseException:
+            self._restart({id(item.sequence) for item in output.scheduled})
             raise
         self.counters.count_step(output.num_tokens, self.scheduler.running, self.allocator)
         return True
+
+    def _restart(self, scheduled: set[int]) -> None:
+        # An interrupted step may have left blocks unwritten, and sequences computed but without their next token, siblings
+        # born in it included: all of them compute again.
+        for sequence in list(self.scheduler.running):
+            lacks_token = sequence.num_uncomputed_tokens == 0 and sequence.next_logits is None
+            if id(sequence) in scheduled or lacks_token:
+                self.scheduler.preempt(sequence)
+                if lacks_token:  # idle now, and nobody outside will wake it
+                    self.scheduler.add(sequence)
 
     def _run(self, output: SchedulerOutput) -> Iterator[tuple[SchedulerOutput, torch.Tensor, tuple[LogitsRows, ...]]]:
         """Runs a step whole. If its forward raises, each sequence runs alone, and only those that raise again end."""
@@ -161,7 +192,7 @@ class EngineCore:
 
     def _append(self, sequence: Sequence, choice: Choice) -> None:
         request = sequence.request
-        if sequence.is_finished:  # a sibling's error has ended the request
+        if sequence.is_finished or request in self._to_abort:  # by a sibling's error, or from inside the step
             return
         if choice.error is not None:
             self._fail(request, choice.error)

@@ -67,6 +67,7 @@ class PagedEngine:
         self.lock = FairLock()
         self._resolver = RequestResolver(get_model(), tokenizer, self.core.vocab_size)
         self._queues: dict[str, deque[RequestOutput]] = {}
+        self._unclaimed: dict[str, RequestOutput] = {}
         self._ids = itertools.count()
         self._is_closed = False
         self._process = os.getpid()
@@ -101,7 +102,7 @@ class PagedEngine:
         resolved = self._resolver.resolve(self.core.get_model(), len(token_ids), keywords)
         request_id = keywords.get("request_id")
         request = Request(
-            f"request-{next(self._ids)}" if request_id is None else str(request_id),
+            self._new_id() if request_id is None else str(request_id),
             token_ids,
             resolved.max_new_tokens,
             num_sequences=resolved.num_sequences,
@@ -114,6 +115,11 @@ class PagedEngine:
         self._check_fits(request)
         return request
 
+    def _new_id(self) -> str:
+        while (request_id := f"request-{next(self._ids)}") in self.core.requests:  # a caller may have named one so
+            pass
+        return request_id
+
     def _token_ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
@@ -121,13 +127,18 @@ class PagedEngine:
                     "A prompt of text needs a tokenizer: PagedEngine(model, config, tokenizer=tokenizer)."
                 )
             prompt = self.tokenizer(prompt)["input_ids"]
-        ids = torch.as_tensor(prompt, dtype=torch.int64).cpu()
+        try:
+            ids = torch.as_tensor(prompt).cpu()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise RequestError(f"A prompt is a list or a tensor of token ids, or text, not {prompt!r:.80}.") from error
         if ids.dim() == 2 and ids.shape[0] == 1:
             ids = ids[0]
         if ids.dim() != 1:
             raise RequestError(f"A prompt is one row of token ids, not a tensor of shape {tuple(ids.shape)}.")
         if len(ids) == 0:
             raise RequestError("A prompt cannot be empty; give at least one token, such as the bos token.")
+        if ids.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8):
+            raise RequestError(f"Token ids are integers; this prompt is of type {ids.dtype}.")
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= self.core.vocab_size:
             wrong = low if low < 0 else high
@@ -178,8 +189,7 @@ class PagedEngine:
             request = self.core.requests.get(request_id)
             if request is None:
                 raise UnknownRequestError(f"No unfinished request {request_id!r}.")
-            self.core.counters.num_aborted += 1
-            self.core.end(request, "abort")
+            self.core.abort(request)
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
@@ -192,7 +202,9 @@ class PagedEngine:
         with self.lock:
             self._require_open()
             self.core.step()
-            return self._publish()
+            outputs = {output.request_id: output for output in self._publish()}
+            unclaimed, self._unclaimed = self._unclaimed, {}
+            return list({**unclaimed, **outputs}.values())
 
     def advance(self) -> bool:
         """Runs a step for everybody, by a waiter that holds the lock; False if nothing ran and nothing changed."""
@@ -201,12 +213,15 @@ class PagedEngine:
         return bool(self._publish()) or ran
 
     def _publish(self) -> list[RequestOutput]:
-        outputs = [request.snapshot() for request in self.core.changed.values()]
+        # snapshots of what changed go to whoever waits for them, and the others' latest wait for the next step()
+        outputs = [request.snapshot() for request in self.core.changed.values() if not request.is_external]
         self.core.changed.clear()
         for output in outputs:
             queue = self._queues.get(output.request_id)
             if queue is not None:
                 queue.append(output)
+            else:
+                self._unclaimed[output.request_id] = output
         return outputs
 
     @property

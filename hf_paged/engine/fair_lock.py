@@ -17,6 +17,7 @@ class FairLock:
         self._condition = threading.Condition()
         self._next_ticket = 0
         self._serving = 0
+        self._abandoned: set[int] = set()
         self._owner: int | None = None
         self._depth = 0
 
@@ -32,18 +33,24 @@ class FairLock:
                 while self._serving != ticket:
                     self._condition.wait()
             except BaseException:
-                # an interrupted waiter must not be waited for; its turn is passed on when it comes
-                threading.Thread(target=self._skip, args=(ticket,), daemon=True).start()
+                self._give_up(ticket)
                 raise
             self._owner, self._depth = me, 1
         return self
 
-    def _skip(self, ticket: int) -> None:
-        with self._condition:
-            while self._serving != ticket:
-                self._condition.wait()
+    def _give_up(self, ticket: int) -> None:
+        # an interrupted waiter's turn is passed on, now or when it comes
+        if self._serving == ticket:
+            self._serve_next()
+        else:
+            self._abandoned.add(ticket)
+
+    def _serve_next(self) -> None:
+        self._serving += 1
+        while self._serving in self._abandoned:
+            self._abandoned.discard(self._serving)
             self._serving += 1
-            self._condition.notify_all()
+        self._condition.notify_all()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -52,5 +59,4 @@ class FairLock:
             self._depth -= 1
             if self._depth == 0:
                 self._owner = None
-                self._serving += 1
-                self._condition.notify_all()
+                self._serve_next()

@@ -65,6 +65,16 @@ _OTHER_MODES: Mapping[str, Any] = {
     "output_hidden_states": False,
 }
 
+_INTEGER_FIELDS = (
+    "max_new_tokens",
+    "max_length",
+    "min_new_tokens",
+    "min_length",
+    "num_return_sequences",
+    "top_k",
+    "no_repeat_ngram_size",
+)
+
 # Processors that look at nothing but a row of scores: rows with equal settings go through one call together.
 ROW_PROCESSORS = (
     logits_process.TemperatureLogitsWarper,
@@ -165,6 +175,7 @@ class RequestResolver:
             RequestError: an unknown keyword, a contradiction, or a mode that packed requests don't have.
         """
         self.check_names(keywords)
+        _check_types(keywords)
         generation = {name: value for name, value in keywords.items() if name not in REQUEST_KEYWORDS}
         generation_config = keywords.get("generation_config")
         _settle_temperature(model, generation_config, generation)
@@ -272,6 +283,16 @@ class RequestResolver:
                 raise RequestError("stop_strings need a tokenizer: PagedEngine(model, config, tokenizer=tokenizer).")
             found.append(("stop", string, stopping.StopStringCriteria(self._tokenizer, [string])))
         return tuple(found)
+
+
+def _check_types(keywords: Mapping[str, Any]) -> None:
+    salt = keywords.get("cache_salt")
+    if salt is not None and not isinstance(salt, str):
+        raise RequestError(f"cache_salt must be a string, not {salt!r}.")
+    for name in ("priority", *_INTEGER_FIELDS):
+        value = keywords.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise RequestError(f"{name} must be an integer, not {value!r}.")
 
 
 def _settle_temperature(

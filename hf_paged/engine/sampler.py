@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_paged.engine.history import history_of
 from hf_paged.engine.params import SamplingParams
 from hf_paged.request import Sequence, TokenLogprobs
 
@@ -109,12 +110,6 @@ def _draw(rows: list[SamplerRow], members: list[int], scores: torch.Tensor) -> t
         torch.multinomial(row, 1, generator=generator) for row, generator in zip(probabilities, generators, strict=True)
     ]
     return torch.cat(drawn), bad
-
-
-def history_of(sequence: Sequence, device: torch.device) -> torch.Tensor:
-    """What processors and criteria see of a sequence: `[1, tokens]`, left padding included."""
-    start: tuple[int, ...] = sequence.request.sampling.history_start
-    return torch.tensor([[*start, *sequence.token_ids]], dtype=torch.int64, device=device)
 
 
 def _logprobs(rows: list[SamplerRow], logits: torch.Tensor, ids: list[int]) -> dict[int, TokenLogprobs]:

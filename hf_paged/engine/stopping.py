@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from hf_paged.engine.history import history_of
 from hf_paged.engine.params import SamplingParams
-from hf_paged.engine.sampler import history_of
 from hf_paged.request import Sequence
 
 

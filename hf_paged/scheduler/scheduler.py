@@ -24,8 +24,8 @@ class Scheduler:
     """Chooses the tokens of each step within a token budget.
 
     The oldest sequence always progresses: when blocks run out, the newest one that runs gives up its own and computes
-    them again later. A sequence is admitted only when all of its known tokens fit beside a spare block for each one
-    that runs and may still grow, so that admission doesn't cause preemption in the very next step.
+    them again later. A sequence is admitted only when all of its known tokens fit beside the blocks
+    that those that run need for theirs and one more, so that admission doesn't cause preemption in the very next step.
 
     Args:
         allocator: where blocks come from.
@@ -43,6 +43,7 @@ class Scheduler:
         self.prefix_hit_tokens = 0
         self._waiting: list[tuple[tuple[int, int, int], Sequence]] = []  # a heap; finished ones are dropped when met
         self._num_waiting = 0
+        self._blocked: tuple[object, ...] | None = None  # the pool's state when the first waiting one didn't fit
 
     @property
     def num_waiting(self) -> int:
@@ -111,9 +112,15 @@ class Scheduler:
             if sequence.state is not SequenceState.WAITING:
                 heapq.heappop(self._waiting)
                 continue
+            spare = self._spare_blocks()
+            state = (sequence.order, spare, *(pool.num_allocatable for pool in self.allocator.pools))
+            if state == self._blocked:
+                break  # nothing has changed since it didn't fit
             prefix = self.allocator.find_prefix(sequence)
-            if not self.allocator.admit(sequence, prefix, num_spare_blocks=self._num_growing()):
+            if not self.allocator.admit(sequence, prefix, num_spare_blocks=spare):
+                self._blocked = state
                 break
+            self._blocked = None
             heapq.heappop(self._waiting)
             self._num_waiting -= 1
             self._count_prefix(sequence)
@@ -139,10 +146,15 @@ class Scheduler:
                 self.prefix_query_tokens += request.num_prompt_tokens
                 self.prefix_hit_tokens += sequence.num_computed_tokens
 
-    def _num_growing(self) -> int:
-        # running sequences that may yet ask for another block
+    def _spare_blocks(self) -> int:
+        # what those that run still need for the tokens they have and for the next one, if they may get it
+        blocks_for = self.allocator.blocks_for
         return sum(
-            self.allocator.blocks_for(sequence.request.max_computed_tokens) > len(sequence.block_tables[0])
+            max(
+                0,
+                blocks_for(min(sequence.num_tokens + 1, sequence.request.max_computed_tokens))
+                - len(sequence.block_tables[0]),
+            )
             for sequence in self.running
         )
 

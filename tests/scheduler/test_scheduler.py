@@ -126,11 +126,11 @@ def test_siblings_beyond_max_sequences_wait_for_their_turn() -> None:
     assert [item.sequence.index for item in scheduler.schedule().scheduled] == [1, 2]
 
 
-def test_a_sequence_waits_until_it_fits_beside_a_spare_block_for_each_that_runs() -> None:
+def test_a_sequence_waits_until_it_fits_beside_what_those_that_run_need_next() -> None:
     scheduler = scheduler_of(4)
-    a = _add(scheduler, "a", 5)
+    a = _add(scheduler, "a", 7)
     step(scheduler)
-    _add(scheduler, "b", 5)  # 2 blocks and a spare one; 2 are left
+    _add(scheduler, "b", 5)  # 2 blocks, and 2 are left, but the first one's next token but one takes a third
     assert step(scheduler) == [("a", 1)]
     assert scheduler.num_waiting == 1
     scheduler.finish(a)

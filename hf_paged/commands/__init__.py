@@ -1,0 +1,1 @@
+"""What `hf-paged` can do: one module a command, and the parts that they share."""

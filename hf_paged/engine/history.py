@@ -1,0 +1,28 @@
+"""What processors and criteria see of a sequence, without building it anew for every token."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_paged.request import Sequence
+
+
+def history_of(sequence: Sequence, device: torch.device) -> torch.Tensor:
+    """`[1, tokens]` int64 on a device: left padding, prompt, and what was generated so far.
+
+    A view of a buffer that grows with the sequence, so a processor must not write to it, as it must not in stock.
+    """
+    buffers: dict[torch.device, tuple[torch.Tensor, int]] = sequence.history or {}
+    sequence.history = buffers
+    start: tuple[int, ...] = sequence.request.sampling.history_start
+    length = len(start) + sequence.num_tokens
+    buffer, filled = buffers.get(device, (torch.empty(0, dtype=torch.int64, device=device), 0))
+    if length > len(buffer):
+        grown = torch.empty(2 * length, dtype=torch.int64, device=device)
+        grown[:filled] = buffer[:filled]
+        buffer = grown
+    if filled < length:
+        tokens = [*start, *sequence.token_ids] if filled == 0 else sequence.token_ids[filled - len(start) :]
+        buffer[filled:length] = torch.tensor(tokens, dtype=torch.int64)
+        buffers[device] = (buffer, length)
+    return buffer[None, :length]
