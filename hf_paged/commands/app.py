@@ -23,7 +23,7 @@ app = typer.Typer(
 def run() -> None:
     """Run the command that the arguments name. An error of ours is one line, not a traceback."""
     try:
-        app()
+        app(prog_name="hf-paged")
     except Exception as error:
         from hf_paged.commands.console import fail
         from hf_paged.errors import PagedError

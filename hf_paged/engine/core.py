@@ -137,8 +137,8 @@ class EngineCore:
         return True
 
     def _restart(self, scheduled: set[int]) -> None:
-        # An interrupted step may have left blocks unwritten, and sequences computed but without their next token, siblings
-        # born in it included: all of them compute again.
+        # An interrupted step may have left blocks unwritten, and sequences computed but without their next token,
+        # siblings born in it included: all of them compute again.
         for sequence in list(self.scheduler.running):
             lacks_token = sequence.num_uncomputed_tokens == 0 and sequence.next_logits is None
             if id(sequence) in scheduled or lacks_token:

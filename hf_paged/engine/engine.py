@@ -151,8 +151,8 @@ class PagedEngine:
         prompt, new = request.num_prompt_tokens, request.max_new_tokens
         if self.core.position_limit is not None and request.max_computed_tokens > self.core.position_limit:
             raise CapacityError(
-                f"A prompt of {prompt} tokens and {new} new ones pass the model's {self.core.position_limit} positions; "
-                f"at most {max(0, self.core.position_limit - prompt + 1)} new tokens fit after this prompt."
+                f"A prompt of {prompt} tokens and {new} new ones pass the model's {self.core.position_limit} positions;"
+                f" at most {max(0, self.core.position_limit - prompt + 1)} new tokens fit after this prompt."
             )
         limit = self.core.allocator.max_tokens_per_sequence
         if limit is not None and request.max_computed_tokens > limit:

@@ -10,6 +10,7 @@ import torch
 from transformers import LogitsProcessor, StoppingCriteria
 
 from hf_paged import PagedConfig, PagedEngine, RequestOutput
+from hf_paged.engine import core
 from hf_paged.errors import CapacityError, EngineClosedError, GenerationFailedError, RequestError, UnknownRequestError
 from tests.oracle import assert_equal_tokens, ragged_prompts, random_prompt, solo
 from tests.zoo import VOCAB_SIZE, build
@@ -360,3 +361,84 @@ def test_parameters_belong_to_their_request() -> None:
         seen[penalised][-1].token_ids, solo(model, PROMPTS[0], max_new_tokens=NEW, repetition_penalty=1.7)
     )
     assert seen[hot][-1].token_ids != seen[other][-1].token_ids
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_step_that_breaks_while_tokens_are_chosen_is_done_again(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = _engine()
+    ids = _add_all(engine)
+    twins = engine.add_request(PROMPTS[0], max_new_tokens=NEW, do_sample=True, seed=1, num_return_sequences=2)
+    real = core.choose
+    calls = 0
+
+    def breaks_once(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 1:  # where the twins have just been born
+            raise error
+        return real(*args)
+
+    monkeypatch.setattr(core, "choose", breaks_once)
+    with pytest.raises(error):
+        engine.step()
+    engine.check()
+    seen = _run(engine)
+    assert [len(sequence.token_ids) for sequence in seen[twins][-1].outputs] == [NEW, NEW]
+    _assert_others_right(engine, ids, seen)
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [{"cache_salt": ["x"]}, {"priority": "high"}, {"priority": 1.5}, {"max_new_tokens": 2.5}, {"max_new_tokens": True}],
+    ids=str,
+)
+def test_a_keyword_of_the_wrong_type_is_refused_and_harms_nobody(keywords: dict[str, Any]) -> None:
+    engine = _engine()
+    ids = _add_all(engine)
+    with pytest.raises(RequestError, match=f"{next(iter(keywords))} must be"):
+        engine.add_request(PROMPTS[0], **{"max_new_tokens": NEW, **keywords})
+    _assert_others_right(engine, ids, _run(engine))
+
+
+@pytest.mark.parametrize("prompt", [[1.5, 2.5], [True, False], None, ["a"], {}, [[1], [2, 3]]], ids=str)
+def test_a_prompt_that_is_no_list_of_integers_is_refused(prompt: Any) -> None:
+    with pytest.raises(RequestError):
+        _engine().add_request(prompt, max_new_tokens=NEW)
+
+
+def test_outputs_wait_for_the_caller_of_step_while_others_drive_the_loop() -> None:
+    engine = _engine()
+    mine = engine.add_request(PROMPTS[0], max_new_tokens=2)
+    engine.generate([PROMPTS[1]], max_new_tokens=NEW)
+    outputs = {output.request_id: output for output in engine.step()}
+    assert outputs[mine].finished
+    assert_equal_tokens(outputs[mine].token_ids, solo(build("llama"), PROMPTS[0], max_new_tokens=2))
+    assert engine.step() == []
+
+
+def test_ids_of_ones_own_never_collide_with_made_ones() -> None:
+    engine = _engine()
+    own = engine.add_request(PROMPTS[0], max_new_tokens=NEW, request_id="request-0")
+    made = engine.add_request(PROMPTS[1], max_new_tokens=NEW)
+    assert own != made
+    assert set(_run(engine)) == {own, made}
+
+
+def test_a_stream_that_is_left_inside_a_step_ends_with_that_step() -> None:
+    engine = _engine()
+    ids = _add_all(engine)
+    stream = engine.stream(random_prompt(9, 8), max_new_tokens=50)
+    next(stream)
+
+    class LeavesTheStream(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            stream.close()
+            return scores
+
+    last = engine.add_request([1, 2, 3], max_new_tokens=NEW, logits_processor=[LeavesTheStream()])
+    seen = _run(engine)
+    assert len(seen[last][-1].token_ids) == NEW
+    assert engine.stats()["num_aborted"] == 1
+    _assert_others_right(engine, ids, seen)
