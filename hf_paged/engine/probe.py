@@ -8,7 +8,9 @@ attention call, can't.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -135,7 +137,7 @@ def probe_layout(model: PreTrainedModel, configs: list[Any], num_tokens: int = _
     positions = torch.arange(num_tokens, device=device)[None]
     options = {"logits_to_keep": positions[0, -1:]} if accepts_logits_to_keep(model) else {}
     try:
-        with torch.no_grad(), paged_attention(configs, model), packed_step(PackedStep(cache, (), probe)):
+        with _uncompiled(), torch.no_grad(), paged_attention(configs, model), packed_step(PackedStep(cache, (), probe)):
             model(
                 input_ids=torch.zeros_like(positions),
                 position_ids=positions,
@@ -155,6 +157,14 @@ def probe_layout(model: PreTrainedModel, configs: list[Any], num_tokens: int = _
             f"{name} can't run packed. Its layers don't all update and attend through the cache."
         )
     return CacheLayout.build(cache.specs, probe.spans, tuple(probe.attended))
+
+
+def _uncompiled() -> AbstractContextManager[object]:
+    # Compiled parts of a model run as they were written while they are watched. Importing dynamo takes seconds, and a
+    # process that hasn't done so has compiled nothing.
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 def position_limit(model: PreTrainedModel) -> int | None:

@@ -15,7 +15,7 @@ from hf_paged.cache.allocator import BlockAllocator
 from hf_paged.config import PagedConfig
 from hf_paged.engine.attention_swap import paged_attention
 from hf_paged.engine.model_runner import ModelRunner
-from hf_paged.errors import UnsupportedModelError
+from hf_paged.errors import PagedError, UnsupportedModelError
 from hf_paged.request import Request, Sequence
 from hf_paged.scheduler.output import ScheduledSequence, SchedulerOutput
 
@@ -35,7 +35,13 @@ def check_packed_step(runner: ModelRunner, model: Any, config: PagedConfig) -> N
     """
     vocab_size = model.get_input_embeddings().weight.shape[0]
     prompts = [[(11 * index + 7 * length) % vocab_size for index in range(length)] for length in _PROMPT_LENGTHS]
-    packed = _packed_logits(runner, config, prompts)
+    try:
+        packed = _packed_logits(runner, config, prompts)
+    except torch.OutOfMemoryError:
+        raise
+    except (PagedError, RuntimeError) as error:  # a graph compiled whole, for one, that our attention can't be part of
+        reason = str(error).strip().split("\n")[0]
+        raise UnsupportedModelError(f"{type(model).__name__} can't run packed: {reason}") from error
     alone = torch.stack([_solo_logits(model, prompt, runner.device) for prompt in prompts])
     packed, alone = packed.to(alone.device), alone.to(packed.dtype)
     scale = alone.abs().amax().clamp_min(1e-6)
