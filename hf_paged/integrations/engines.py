@@ -20,6 +20,7 @@ from hf_paged.engine.unwrap import unwrap_model
 from hf_paged.errors import UnsupportedModelError
 
 _engines: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Hashable, PagedEngine]] = weakref.WeakKeyDictionary()
+_refused: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Hashable, str]] = weakref.WeakKeyDictionary()
 _guard = threading.Lock()
 
 
@@ -28,6 +29,7 @@ def _forget() -> None:
     global _guard  # noqa: PLW0603
     _guard = threading.Lock()
     _engines.clear()
+    _refused.clear()
 
 
 if hasattr(os, "register_at_fork"):
@@ -49,6 +51,9 @@ def engine_for(model: PreTrainedModel, config: PagedConfig | None) -> PagedEngin
         known, engine = _engines.get(model, (None, None))
         if engine is not None and known == signature and config in (None, engine.config):
             return engine
+        refused_as, reason = _refused.get(model, (None, ""))
+        if refused_as == signature:  # found out once; looking again would cost two forwards a call
+            raise UnsupportedModelError(reason)
         if config is None:
             config = engine.config if engine is not None else PagedConfig()
         reference = weakref.ref(model)
@@ -61,7 +66,11 @@ def engine_for(model: PreTrainedModel, config: PagedConfig | None) -> PagedEngin
 
         # another thread may still run on the old one; it is collected when that call is done
         _engines.pop(model, None)
-        engine = PagedEngine.on_demand(get_model, config)
+        try:
+            engine = PagedEngine.on_demand(get_model, config)
+        except UnsupportedModelError as error:
+            _refused[model] = (signature, str(error))
+            raise
         _engines[model] = (signature, engine)
         return engine
 
@@ -82,6 +91,7 @@ def get_engine(model: Any) -> PagedEngine | None:
 def release(model: Any) -> None:
     """Gives back the pool of a model's paged `generate`; the next call makes a new one."""
     with _guard:
+        _refused.pop(unwrap_model(model), None)
         _, engine = _engines.pop(unwrap_model(model), (None, None))
     if engine is not None:
         engine.close()

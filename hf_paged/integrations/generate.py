@@ -165,6 +165,7 @@ def _sample(
     call = _current(model)
     if call is not None:
         reason = _why_stock(model, call, input_ids, stopping_criteria, generation_config, synced_gpus, model_kwargs)
+        prepare_cache = functools.partial(_give_paged_cache, _originals["_prepare_cache_for_generation"])
         if reason is None:
             from hf_paged.errors import UnsupportedModelError
             from hf_paged.integrations.decoding import Batch, decode
@@ -174,21 +175,15 @@ def _sample(
                 engine = engine_for(model, call.config)
             except UnsupportedModelError as error:
                 reason = str(error)
+                prepare_cache = functools.partial(_originals["_prepare_cache_for_generation"])  # stock, as it is
             else:
                 mask = model_kwargs.get("attention_mask")
                 return decode(
                     engine, Batch(input_ids, mask, logits_processor, stopping_criteria, generation_config, streamer)
                 )
         _fall_back(model, reason)
-        _give_paged_cache(
-            _originals["_prepare_cache_for_generation"],
-            model,
-            generation_config,
-            model_kwargs,
-            generation_config.get_generation_mode(),
-            input_ids.shape[0],
-            int(stopping_criteria.max_length or 0),
-        )
+        mode, length = generation_config.get_generation_mode(), int(stopping_criteria.max_length or 0)
+        prepare_cache(model, generation_config, model_kwargs, mode, input_ids.shape[0], length)
     return original(
         model,
         input_ids,
@@ -225,12 +220,12 @@ def _why_stock(
         return "a call without any max_length or max_new_tokens runs stock's loop"
     if call.has_own_positions:
         return "position_ids of one's own need stock's loop"
-    mask = model_kwargs.get("attention_mask")
-    if mask is not None and mask.shape != input_ids.shape:
-        return "an attention_mask of another shape than input_ids needs stock's loop"
     extra = sorted(name for name, value in model_kwargs.items() if value is not None and name not in _KNOWN_INPUTS)
     if extra:
         return f"{', '.join(extra)} {'needs' if len(extra) == 1 else 'need'} stock's loop"
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None and mask.shape != input_ids.shape:
+        return "an attention_mask of another shape than input_ids needs stock's loop"
     return None
 
 

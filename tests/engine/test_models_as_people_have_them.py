@@ -11,7 +11,6 @@ import accelerate
 import peft
 import pytest
 import torch
-import torch._dynamo
 
 from hf_paged import PagedConfig, PagedEngine, get_engine
 from hf_paged.errors import EngineClosedError, UnsupportedModelError
@@ -69,7 +68,6 @@ def test_weights_made_in_inference_mode_keep_no_prefixes() -> None:
 
 
 def test_compiled_model_and_compiled_layers() -> None:
-    torch._dynamo.reset()
     model = fresh("llama")
     expected = [solo(model, prompt, max_new_tokens=NEW) for prompt in PROMPTS]
     engine = PagedEngine(torch.compile(model, backend="eager"), PagedConfig(block_size=8, num_blocks=64))
@@ -80,18 +78,6 @@ def test_compiled_model_and_compiled_layers() -> None:
     engine = PagedEngine(model, PagedConfig(block_size=8, num_blocks=64))
     for tokens, output in zip(expected, engine.generate(PROMPTS, max_new_tokens=NEW), strict=True):
         assert_equal_tokens(output.token_ids, tokens)
-
-
-def test_a_graph_compiled_whole_runs_stocks_loop() -> None:
-    torch._dynamo.reset()  # what other tests compiled of the same code
-    model = fresh("llama")
-    expected = model.generate(IDS, **OPTIONS)
-    for layer in model.model.layers:
-        layer.forward = torch.compile(layer.forward, backend="eager", fullgraph=True)
-    with pytest.raises(UnsupportedModelError, match="can't run packed"):
-        PagedEngine(model, PagedConfig(block_size=8, num_blocks=64))
-    assert_equal_batches(model.generate(IDS, **OPTIONS, cache_implementation="paged"), expected)
-    assert get_engine(model) is None
 
 
 def test_training_mode_with_gradient_checkpointing() -> None:

@@ -1,0 +1,163 @@
+"""What the engine can't run, stock's loop runs: right, said once, and counted."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from hf_paged import get_engine
+from hf_paged.compat import CACHE_KEYWORD
+from hf_paged.integrations import generate as hook
+from tests.oracle import assert_equal_batches, left_pad, ragged_prompts
+from tests.zoo import PAD_TOKEN_ID, VOCAB_SIZE, fresh
+
+NEW = 6
+IDS, MASK = left_pad(ragged_prompts(3, seed=61, shortest=3, longest=12))
+OPTIONS: dict[str, Any] = {
+    "attention_mask": MASK,
+    "max_new_tokens": NEW,
+    "do_sample": False,
+    "pad_token_id": PAD_TOKEN_ID,
+}
+
+
+@pytest.fixture(autouse=True)
+def _say_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hook, "_said", set())
+
+
+def _both(model: Any, **options: Any) -> tuple[Any, Any]:
+    keywords = {**OPTIONS, **options}
+    ids = {} if "inputs_embeds" in keywords else {"input_ids": IDS}
+    return model.generate(**ids, **keywords), model.generate(**ids, **keywords, cache_implementation="paged")
+
+
+@pytest.fixture
+def _one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_one_rank")
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"num_beams": 2}, "beam_search"),
+        ({"use_cache": False}, "use_cache=False"),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "attentions"),
+        ({"prompt_lookup_num_tokens": 2}, "assisted_generation"),
+        ({"synced_gpus": True}, "synced_gpus"),
+        ({"position_ids": MASK.cumsum(-1).sub(1).clamp_min(0)}, "position_ids"),
+        ({"inputs_embeds": torch.zeros(0)}, "inputs_embeds"),
+        ({"assistant_model": None}, ""),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_mode_that_needs_stocks_loop_gets_it_and_says_so_once(
+    options: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = fresh("llama")
+    if "inputs_embeds" in options:
+        options = {"inputs_embeds": model.get_input_embeddings()(IDS).detach()}
+    if "prompt_lookup_num_tokens" in options:
+        options = {**options, "attention_mask": MASK[-1:], "one row": True}
+    if "assistant_model" in options:
+        options, reason = {"assistant_model": fresh("llama"), "one row": True}, "assisted_generation"
+    one_row = options.pop("one row", False)
+    model.generate(IDS, **OPTIONS, cache_implementation="paged")  # so that there is an engine that counts
+    with caplog.at_level(logging.WARNING, logger="hf_paged"):
+        for _ in range(2):
+            if one_row:
+                keywords = {**OPTIONS, **options, "attention_mask": torch.ones(1, 5, dtype=torch.int64)}
+                stock = model.generate(IDS[-1:, -5:], **keywords)
+                paged = model.generate(IDS[-1:, -5:], **keywords, cache_implementation="paged")
+            else:
+                stock, paged = _both(model, **options)
+            if not isinstance(stock, torch.Tensor):
+                stock, paged = stock.sequences, paged.sequences
+            assert_equal_batches(paged, stock)
+    said = [record.getMessage() for record in caplog.records if record.name == "hf_paged"]
+    assert len(said) == 1
+    assert reason in said[0]
+    engine = get_engine(model)
+    assert engine is not None
+    assert engine.stats()["num_fallbacks"] == 2
+
+
+def test_continuing_from_a_returned_cache() -> None:
+    model = fresh("llama")
+    outs = []
+    for more in ({}, {"cache_implementation": "paged"}):
+        first = model.generate(IDS, **OPTIONS, **more, return_dict_in_generate=True)
+        ids = torch.cat([first.sequences, torch.full((len(IDS), 2), 9)], -1)
+        mask = torch.cat([MASK, torch.ones(len(IDS), ids.shape[1] - MASK.shape[1], dtype=MASK.dtype)], -1)
+        keywords = {**OPTIONS, "attention_mask": mask, CACHE_KEYWORD: first[CACHE_KEYWORD]}
+        outs.append(model.generate(ids, **keywords, **more))
+    assert_equal_batches(outs[1], outs[0])
+
+
+def _latent() -> Any:
+    torch.manual_seed(0)
+    return DeepseekV3ForCausalLM(
+        DeepseekV3Config(
+            vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
+            topk_group=1, q_lora_rank=32, kv_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=24,
+            first_k_dense_replace=1, eos_token_id=None, bos_token_id=None,
+        )
+    ).eval()  # fmt: skip
+
+
+def _alibi() -> Any:
+    torch.manual_seed(0)
+    config = BloomConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=64, n_layer=2, n_head=4, eos_token_id=None, bos_token_id=None
+    )
+    return BloomForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("make", [_latent, _alibi])
+def test_a_model_that_can_not_run_packed_runs_as_stock(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    model = make()
+    with caplog.at_level(logging.WARNING, logger="hf_paged"):
+        for _ in range(2):
+            stock, paged = _both(model)
+            assert_equal_batches(paged, stock)
+    said = [record.getMessage() for record in caplog.records if record.name == "hf_paged"]
+    assert len(said) == 1
+    assert get_engine(model) is None
+
+
+def test_an_encoder_decoder_runs_on_a_paged_cache(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=VOCAB_SIZE, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0
+    )
+    model = T5ForConditionalGeneration(config).eval()
+    with caplog.at_level(logging.WARNING, logger="hf_paged"):
+        stock, paged = _both(model)
+    assert_equal_batches(paged, stock)
+    assert "encoder-decoder" in caplog.text
+
+
+def test_an_unknown_keyword_raises_as_in_stock() -> None:
+    model = fresh("llama")
+    with pytest.raises(ValueError, match="no_such_option") as stock:
+        model.generate(IDS, **OPTIONS, no_such_option=1)
+    with pytest.raises(ValueError, match="no_such_option") as paged:
+        model.generate(IDS, **OPTIONS, no_such_option=1, cache_implementation="paged")
+    assert str(stock.value) == str(paged.value)
