@@ -43,7 +43,7 @@ def test_a_step_in_which_a_sequence_leaves_and_another_comes(benchmark: Benchmar
 
 
 def test_a_step_whose_queue_is_a_thousand_long_and_whose_pool_is_full(benchmark: BenchmarkFixture) -> None:
-    scheduler = running(NUM_SEQUENCES, num_tokens=62, num_blocks=5 * NUM_SEQUENCES)
+    scheduler = running(NUM_SEQUENCES, num_tokens=62, num_blocks=4 * NUM_SEQUENCES)
     for index in range(NUM_SEQUENCES):
         scheduler.add(make_sequence(NUM_SEQUENCES + index, 62))
 
