@@ -4,8 +4,8 @@
     python -m benchmarks.harness
 
 The task is made here: short questions behind worked examples of mixed length, answered freely until a new line. The
-harness brings stopping criteria of its own, which keep a flag a row. "paged" is switched on where a user would who can not
-reach the call of the harness: in `model.generation_config`.
+harness brings stopping criteria of its own, which keep a flag a row. "paged" is switched on where a user would who
+can not reach the call of the harness: in `model.generation_config`.
 """
 
 from __future__ import annotations
