@@ -261,6 +261,9 @@ class PagedHookPeer:
 class _RowLength(StoppingCriteria):
     """Ends each row at a length of its own, as an end-of-sequence token would."""
 
+    # stock pads a row behind its end, instead of decoding it on, where a criterion has this attribute
+    eos_token_id = torch.tensor([-1])
+
     def __init__(self, lengths: torch.Tensor) -> None:
         self._lengths = lengths  # [B], prompt and padding included
 
