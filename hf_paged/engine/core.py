@@ -24,6 +24,7 @@ from hf_paged.engine.sizing import blocks_in_memory
 from hf_paged.engine.stats import EngineCounters
 from hf_paged.engine.stopping import finish_of
 from hf_paged.engine.weights import weights_fingerprint
+from hf_paged.errors import CapacityError
 from hf_paged.request import Request, Sequence
 from hf_paged.scheduler.output import SchedulerOutput
 from hf_paged.scheduler.scheduler import Scheduler
@@ -123,9 +124,13 @@ class EngineCore:
                 self.abort(self._to_abort.pop())
 
     def _step(self) -> bool:
-        output = self.scheduler.schedule()
+        try:
+            output = self.scheduler.schedule()
+        except BaseException:  # block copies that were planned already are lost with it
+            self._restart({id(sequence) for sequence in self.scheduler.running})
+            raise
         if not output.scheduled:
-            return False
+            return self._refuse_stuck()
         try:
             self.runner.copy_blocks(output.copies)
             for part, logits, rows in self._run(output):
@@ -134,6 +139,21 @@ class EngineCore:
             self._restart({id(item.sequence) for item in output.scheduled})
             raise
         self.counters.count_step(output.num_tokens, self.scheduler.running, self.allocator)
+        return True
+
+    def _refuse_stuck(self) -> bool:
+        # A row of generate may ask for more than fits, since most end long before. One that did grow so large ends.
+        sequence = self.scheduler.stuck_sequence()
+        if sequence is None:
+            return False
+        self._fail(
+            sequence.request,
+            CapacityError(
+                f"A sequence has grown to {sequence.num_tokens} tokens, more than the pool of "
+                f"{self.allocator.max_tokens_per_sequence} can ever hold; lower max_new_tokens, or raise num_blocks or "
+                "memory_fraction of the cache_config."
+            ),
+        )
         return True
 
     def _restart(self, scheduled: set[int]) -> None:

@@ -23,6 +23,7 @@ from hf_paged.errors import RequestError, nearest
 REQUEST_KEYWORDS = frozenset(
     {
         "seed",
+        "bad_words",
         "logit_bias",
         "logprobs",
         "prompt_logprobs",
@@ -38,6 +39,7 @@ REQUEST_KEYWORDS = frozenset(
 # Fields whose value is a list by nature; for the others a list is one value a prompt.
 LIST_FIELDS = frozenset(
     {
+        "bad_words",
         "bad_words_ids",
         "begin_suppress_tokens",
         "eos_token_id",
@@ -178,6 +180,9 @@ class RequestResolver:
         _check_types(keywords)
         generation = {name: value for name, value in keywords.items() if name not in REQUEST_KEYWORDS}
         generation_config = keywords.get("generation_config")
+        if keywords.get("bad_words"):
+            known = generation.get("bad_words_ids") or getattr(generation_config, "bad_words_ids", None) or []
+            generation["bad_words_ids"] = [*known, *self._bad_words_ids(keywords["bad_words"])]
         _settle_temperature(model, generation_config, generation)
         config = self._generation_config(model, generation_config, generation, num_prompt_tokens)
         for name, neutral in _OTHER_MODES.items():
@@ -205,6 +210,14 @@ class RequestResolver:
             if name not in self._fields and name not in REQUEST_KEYWORDS:
                 hint = nearest(name, self._fields | REQUEST_KEYWORDS)
                 raise RequestError(f"A request has no keyword {name!r}: {hint}")
+
+    def _bad_words_ids(self, words: Sequence[str]) -> list[list[int]]:
+        # a word is another token behind a space, and special tokens are no part of it
+        if self._tokenizer is None:
+            raise RequestError("bad_words need a tokenizer: PagedEngine(model, config, tokenizer=tokenizer).")
+        forms = [form for word in words for form in (word, f" {word}")]
+        ids = [self._tokenizer(form, add_special_tokens=False)["input_ids"] for form in forms]
+        return [list(form) for form in dict.fromkeys(map(tuple, ids)) if form]
 
     def _generation_config(
         self,

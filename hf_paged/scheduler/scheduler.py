@@ -83,6 +83,14 @@ class Scheduler:
                 budget = self._schedule_waiting(scheduled, copies, budget)
         return SchedulerOutput(tuple(scheduled), tuple(map(tuple, copies)), self.max_batch_tokens - budget)
 
+    def stuck_sequence(self) -> Sequence | None:
+        """The first that waits, if nothing runs: after an empty step, it can never fit."""
+        if self.running or not self._num_waiting:
+            return None
+        while self._waiting[0][1].state is not SequenceState.WAITING:
+            heapq.heappop(self._waiting)
+        return self._waiting[0][1]
+
     def _schedule_running(self, scheduled: list[ScheduledSequence], copies: list[list[BlockCopy]], budget: int) -> int:
         position = 0
         while position < len(self.running) and budget and len(scheduled) < self.max_sequences:

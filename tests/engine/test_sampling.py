@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from typing import Any
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
+from transformers import LogitsProcessor
 
-from hf_paged import PagedConfig, PagedEngine
+from hf_paged import PagedConfig, PagedEngine, get_engine
 from hf_paged.errors import RequestError
 from tests.oracle import assert_equal_tokens, ragged_prompts, solo
+from tests.tiny_tokenizer import tiny_tokenizer
 from tests.zoo import VOCAB_SIZE, build
 
 NEW = 8
@@ -161,3 +166,94 @@ def test_min_length_counts_like_stock_on_that_prompt_alone() -> None:
     for keywords in ({"min_new_tokens": 5}, {"min_length": len(prompt) + 4}):
         output = _engine().generate([prompt], max_new_tokens=NEW, eos_token_id=end, **keywords)[0]
         assert_equal_tokens(output.token_ids, solo(model, prompt, max_new_tokens=NEW, eos_token_id=end, **keywords))
+
+
+class _Alternates(LogitsProcessor):
+    """A grammar with a state of its own: letters and digits in turn, as a grammar's matcher advances a token a call."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        allowed = range(97, 123) if self.calls % 2 == 0 else range(48, 58)
+        self.calls += 1
+        mask = torch.full_like(scores, float("-inf"))
+        mask[:, list(allowed)] = 0
+        return scores + mask
+
+
+def test_a_grammar_with_a_state_survives_preemption() -> None:
+    engine = _engine(num_blocks=10, max_batch_tokens=16)
+    for prompt in PROMPTS:
+        engine.add_request(prompt, max_new_tokens=24, logits_processor=[_Alternates()])
+    final: dict[str, Any] = {}
+    while engine.has_unfinished_requests:
+        final.update({output.request_id: output for output in engine.step()})
+        engine.check()
+    assert engine.stats()["num_preemptions"] > 0
+    for output in final.values():
+        assert re.fullmatch("([a-z][0-9]){12}", tiny_tokenizer().decode(output.token_ids))
+
+
+def test_a_repetition_penalty_counts_prompt_and_output_as_computed_by_hand() -> None:
+    model, prompt, penalty = build("llama"), PROMPTS[1], 1.5
+    tokens = list(prompt)
+    for _ in range(4):
+        with torch.no_grad():
+            scores = model(torch.tensor([tokens])).logits[0, -1]
+        for token in set(tokens):
+            scores[token] = scores[token] / penalty if scores[token] > 0 else scores[token] * penalty
+        tokens.append(int(scores.argmax()))
+    output = _engine().generate([prompt], max_new_tokens=4, repetition_penalty=penalty)[0]
+    assert_equal_tokens(output.token_ids, tokens[len(prompt) :])
+
+
+def test_bad_words_are_banned_with_and_without_a_space_and_bring_no_special_tokens() -> None:
+    model, tokenizer = build("llama"), copy.deepcopy(tiny_tokenizer())
+    tokenizer.add_bos_token = True
+    tokenizer._tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    assert tokenizer("be")["input_ids"] == [1, 7]
+    engine = PagedEngine(model, PagedConfig(num_blocks=64), tokenizer=tokenizer)
+    greedy = engine.generate([PROMPTS[0]], max_new_tokens=NEW)[0].token_ids
+    letter = next(token for token in greedy if 33 <= token < 127)
+    banned = engine.generate([PROMPTS[0]], max_new_tokens=NEW, bad_words=[chr(letter)])[0].token_ids
+    assert letter not in banned
+    expected = solo(model, PROMPTS[0], max_new_tokens=NEW, bad_words_ids=[[letter], [32, letter]])
+    assert_equal_tokens(banned, expected)
+    with pytest.raises(RequestError, match="tokenizer"):
+        _engine().add_request(PROMPTS[0], bad_words=["x"])
+
+
+@pytest.mark.parametrize(
+    ("forced", "stop", "text"),
+    [
+        ("beta gamma and", "beta gamma", "beta gamma"),
+        ("in Paris now", "Pari", "in Paris"),
+        ("abcdef", "cd", "abcd"),
+    ],
+)
+def test_a_stop_string_is_found_across_and_inside_tokens(forced: str, stop: str, text: str) -> None:
+    tokenizer = tiny_tokenizer()
+    ids = tokenizer(forced, add_special_tokens=False)["input_ids"]
+
+    class Forces(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            out = torch.full_like(scores, float("-inf"))
+            out[:, ids[input_ids.shape[1] - len(PROMPTS[0])]] = 0
+            return out
+
+    engine = PagedEngine(build("llama"), PagedConfig(num_blocks=64), tokenizer=tokenizer)
+    output = engine.generate(
+        [PROMPTS[0]], max_new_tokens=len(ids), stop_strings=[stop, "never"], logits_processor=[Forces()]
+    )[0]
+    assert tokenizer.decode(output.token_ids) == text
+    assert output.finish_reason == "stop"
+    assert output.outputs[0].stop_reason == stop
+
+
+def test_a_toy_model_takes_a_toy_pool() -> None:
+    model = copy.deepcopy(build("llama"))
+    model.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=NEW, cache_implementation="paged")
+    engine = get_engine(model)
+    assert engine is not None
+    assert engine.stats()["pool_bytes"] < 2**20

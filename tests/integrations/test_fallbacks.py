@@ -20,6 +20,7 @@ from transformers import (
 
 from hf_paged import get_engine
 from hf_paged.compat import CACHE_KEYWORD
+from hf_paged.errors import PagedError
 from hf_paged.integrations import generate as hook
 from tests.oracle import assert_equal_batches, left_pad, ragged_prompts
 from tests.zoo import PAD_TOKEN_ID, VOCAB_SIZE, fresh
@@ -161,3 +162,29 @@ def test_an_unknown_keyword_raises_as_in_stock() -> None:
     with pytest.raises(ValueError, match="no_such_option") as paged:
         model.generate(IDS, **OPTIONS, no_such_option=1, cache_implementation="paged")
     assert str(stock.value) == str(paged.value)
+
+
+@pytest.mark.parametrize("more", [{}, {"return_dict_in_generate": True}], ids=["one by one", "in lockstep"])
+def test_a_row_that_outgrows_the_pool_says_what_to_change(more: dict[str, Any]) -> None:
+    model = fresh("llama")
+    keywords = {**OPTIONS, "max_new_tokens": 60, "cache_implementation": "paged", **more}
+    with pytest.raises(PagedError, match="max_new_tokens"):
+        model.generate(IDS, **keywords, cache_config={"num_blocks": 5, "block_size": 8})
+    engine = get_engine(model)
+    assert engine is not None
+    engine.check()
+    assert engine.stats()["free_blocks"] == 5
+
+
+@pytest.mark.parametrize("more", [{}, {"return_dict_in_generate": True}], ids=["one by one", "in lockstep"])
+def test_rows_that_end_early_may_ask_for_more_than_fits(more: dict[str, Any]) -> None:
+    model = fresh("llama")
+    free = model.generate(IDS, **OPTIONS)[:, IDS.shape[1] :]
+    keywords = {**OPTIONS, "max_new_tokens": 200, "eos_token_id": sorted({*free[:, 3].tolist()}), **more}
+    stock = model.generate(IDS, **keywords)
+    paged = model.generate(
+        IDS, **keywords, cache_implementation="paged", cache_config={"num_blocks": 6, "block_size": 8}
+    )
+    if more:
+        stock, paged = stock.sequences, paged.sequences
+    assert_equal_batches(paged, stock)
