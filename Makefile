@@ -16,11 +16,12 @@ PIP_INSTALL := -m pip install -qq --disable-pip-version-check --root-user-action
 SET_UP_FROM := pyproject.toml constraints.txt Makefile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench test-oldest clean
+.PHONY: help setup demo test test-grid lint bench test-oldest clean
 
 help:
 	@echo "make demo         32 prompts through stock generate and through hf_paged, side by side"
 	@echo "make test         the test suite on the newest supported transformers"
+	@echo "make test-grid    the large grid of settings, which the others leave out"
 	@echo "make test-oldest  the test suite on the oldest supported transformers"
 	@echo "make lint         ruff and mypy"
 	@echo "make bench        the benchmark 'mixed' as a table"
@@ -41,6 +42,9 @@ lint: .venv/ready
 
 bench: .venv/ready
 	@$(BIN)/python -m benchmarks.mixed $(BENCH_ARGS)
+
+test-grid: .venv/ready
+	@$(BIN)/python -m pytest -m grid $(PYTEST_ARGS)
 
 test-oldest: .venv-oldest/ready
 	@$(BIN_OLDEST)/python -m pytest $(PYTEST_ARGS)

@@ -18,7 +18,7 @@ from hf_paged.version import __version__
 if TYPE_CHECKING:
     from hf_paged.cache.paged_cache import PagedKVCache
     from hf_paged.engine.engine import PagedEngine
-    from hf_paged.integrations.engines import get_engine, release
+    from hf_paged.integrations.engines import get_engine, num_fallbacks, release
     from hf_paged.request import RequestOutput, SequenceOutput
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "__version__",
     "get_engine",
     "install",
+    "num_fallbacks",
     "release",
     "uninstall",
 ]
@@ -41,6 +42,7 @@ _LAZY = {
     "RequestOutput": "hf_paged.request",
     "SequenceOutput": "hf_paged.request",
     "get_engine": "hf_paged.integrations.engines",
+    "num_fallbacks": "hf_paged.integrations.engines",
     "release": "hf_paged.integrations.engines",
 }
 

@@ -15,10 +15,6 @@ from tests.oracle import TALLY
 torch.set_num_threads(1)  # the models are tiny; more threads only wait for each other
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "grid: the large grid of settings; runs only with -m grid")
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if "grid" in config.option.markexpr:
         return

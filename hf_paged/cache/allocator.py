@@ -10,7 +10,7 @@ sequence "a", block_size 4, a full group and a group with a window of 6
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
@@ -71,7 +71,7 @@ class BlockAllocator:
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.enable_prefix_caching = enable_prefix_caching
-        self.weights_version: Hashable = 0
+        self.weights_version = 0
         self._max_batch_tokens = max_batch_tokens
         self._max_sequences = max_sequences
         self._prefix_cache_fraction = prefix_cache_fraction

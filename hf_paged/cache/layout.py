@@ -63,7 +63,3 @@ class CacheLayout:
     def group_layers(self, group: int) -> list[int]:
         """The indices of a group's layers."""
         return [index for index, layer in self.layers.items() if layer.group == group]
-
-    def group_bytes_per_token(self, group: int) -> int:
-        """Bytes that one token takes in all layers of a group."""
-        return sum(self.layers[index].spec.bytes_per_token for index in self.group_layers(group))

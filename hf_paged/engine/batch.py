@@ -22,7 +22,7 @@ from hf_paged.scheduler.output import ScheduledSequence, SchedulerOutput
 
 @dataclass(frozen=True)
 class LogitsRows:
-    """Rows `start` to `stop` of a step's logits are those of a sequence's tokens, ending at `last_position`."""
+    """Rows `start` to `stop` of a step's logits are those of a sequence's tokens from position `first_position` on."""
 
     sequence: Sequence
     start: int

@@ -25,6 +25,7 @@ class Consumer:
     def __enter__(self) -> list[deque[RequestOutput]]:
         queues = []
         with self._engine.lock:
+            self._engine.core.notice_weights()
             try:
                 for request in self._requests:
                     self._engine.admit(request)
@@ -45,6 +46,7 @@ class Consumer:
     def _leave(self) -> None:
         for request in self._added:
             self._engine.close_queue(request.request_id)
+            request.is_abandoned = True
             self._engine.core.abort(request)
 
 

@@ -17,13 +17,13 @@ from hf_paged.cache.allocator import BlockAllocator
 from hf_paged.config import PagedConfig
 from hf_paged.engine.batch import LogitsRows
 from hf_paged.engine.model_runner import ModelRunner
-from hf_paged.engine.probe import position_limit
+from hf_paged.engine.probe import frequency_limit, position_limit
 from hf_paged.engine.sampler import Choice, SamplerRow, choose, token_logprobs
 from hf_paged.engine.selfcheck import check_packed_step
 from hf_paged.engine.sizing import blocks_in_memory
 from hf_paged.engine.stats import EngineCounters
 from hf_paged.engine.stopping import finish_of
-from hf_paged.engine.weights import weights_fingerprint
+from hf_paged.engine.weights import Fingerprint, active_adapters, weights_fingerprint
 from hf_paged.errors import CapacityError
 from hf_paged.request import Request, Sequence
 from hf_paged.scheduler.output import SchedulerOutput
@@ -50,6 +50,7 @@ class EngineCore:
             check_packed_step(self.runner, model, config)
         self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
         self.position_limit = position_limit(model)
+        self.frequency_limit = frequency_limit(model.config)
         text_config = model.config.get_text_config(decoder=True)
         self.max_context: int | None = self.position_limit or getattr(text_config, "max_position_embeddings", None)
         self.allocator = BlockAllocator(
@@ -65,24 +66,33 @@ class EngineCore:
         self.counters = EngineCounters()
         self.requests: dict[str, Request] = {}  # unfinished ones
         self.changed: dict[str, Request] = {}  # since they were last looked at
-        self._weights: object = None
+        self._weights: Fingerprint | None = None
         self._is_stepping = False
         self._to_abort: list[Request] = []
 
     def add(self, request: Request) -> None:
         """Queues a request whose id is free."""
-        if not self.requests:
-            self._notice_new_weights()
         self.requests[request.request_id] = request
         self.scheduler.add(request.sequences[0])
 
-    def _notice_new_weights(self) -> None:
+    def notice_weights(self) -> None:
+        """Once a call: starts a new tree of prefixes if the weights are not those of the last call.
+
+        Sequences that run go on in the tree that they began in.
+        """
         if not self.config.enable_prefix_caching:
             return
         weights = weights_fingerprint(self.get_model())
         if weights is None or weights != self._weights:
-            self.allocator.reset_prefix_cache()
+            self.allocator.weights_version = self.allocator.weights_version + 1
+            if not self.requests:
+                self.allocator.reset_prefix_cache()  # nobody will ask for them again
         self._weights = weights
+
+    def _notice_adapters(self) -> None:
+        # an adapter that was switched while requests ran, and is switched back, left its blocks in the wrong tree
+        if self._weights is not None and self._weights[-1] != active_adapters(self.get_model()):
+            self._weights = None
 
     def abort(self, request: Request) -> None:
         """Ends a request that has not ended, or marks it to end with the step that runs.
@@ -112,6 +122,8 @@ class EngineCore:
         if request.is_finished:
             request.finished_time = time.monotonic()
             self.requests.pop(request.request_id, None)
+            if not self.requests:
+                self._notice_adapters()
 
     def step(self) -> bool:
         """Runs one step. Returns False if there was nothing to run."""
@@ -149,7 +161,7 @@ class EngineCore:
         self._fail(
             sequence.request,
             CapacityError(
-                f"A sequence has grown to {sequence.num_tokens} tokens, more than the pool of "
+                f"A sequence of {sequence.num_tokens} tokens is more than the pool of "
                 f"{self.allocator.max_tokens_per_sequence} can ever hold; lower max_new_tokens, or raise num_blocks or "
                 "memory_fraction of the cache_config."
             ),
@@ -234,13 +246,16 @@ class EngineCore:
 
     def _take_prompt_logprobs(self, sequence: Sequence, logits: torch.Tensor, first_position: int) -> None:
         request = sequence.request
-        if not request.wants_prompt_logprobs or sequence.index or first_position + 1 < len(request.prompt_logprobs):
+        if not request.wants_prompt_logprobs or sequence.index:
             return
         if not request.prompt_logprobs:
             request.prompt_logprobs.append(None)  # nothing stands before the first token
-        targets = request.prompt_token_ids[first_position + 1 : first_position + 1 + len(logits)]
-        counts = [request.sampling.num_prompt_logprobs or 0] * len(targets)
+        # a chunk that is computed again after a preemption may begin among those that are known
+        position = len(request.prompt_logprobs)
+        logits = logits[position - first_position - 1 :]
+        targets = request.prompt_token_ids[position : position + len(logits)]
         if targets:
+            counts = [request.sampling.num_prompt_logprobs or 0] * len(targets)
             request.prompt_logprobs += token_logprobs(logits[: len(targets)], list(targets), counts)
 
     def _fail(self, request: Request, error: Exception) -> None:
@@ -248,6 +263,13 @@ class EngineCore:
         self.end(request, "error", error)
 
     # -- the pool -----------------------------------------------------------------------------------------------------
+
+    def room(self) -> int:
+        """Blocks that the pool could have: those of the config, or those that it has and what memory allows."""
+        if self.config.num_blocks is not None:
+            return self.config.num_blocks
+        held_bytes = self.runner.cache.num_bytes if self.runner.cache is not None else 0
+        return blocks_in_memory(self.runner, self.allocator, self.config, held_bytes)
 
     def reserve(self, num_blocks: int) -> int:
         """Makes the pool hold `num_blocks` blocks, or what the config says, or as many as memory allows; never fewer.
@@ -261,9 +283,7 @@ class EngineCore:
         if self.config.num_blocks is not None:
             num_blocks = self.config.num_blocks
         elif num_blocks > held:
-            held_bytes = self.runner.cache.num_bytes if self.runner.cache is not None else 0
-            in_memory = blocks_in_memory(self.runner, self.allocator, self.config, held_bytes)
-            num_blocks = min(max(num_blocks, held + held // 4), in_memory)  # some more, so that it seldom grows again
+            num_blocks = min(max(num_blocks, held + held // 4), self.room())  # some more, so that it seldom grows again
         if num_blocks > held:
             self.runner.allocate_pool(self.allocator, num_blocks)
             self.allocator.grow(num_blocks)

@@ -94,6 +94,7 @@ class PagedEngine:
         """
         request = self._make_request(prompt, keywords)
         with self.lock:
+            self.core.notice_weights()
             self.admit(request)
         return request.request_id
 
@@ -155,6 +156,12 @@ class PagedEngine:
                 f"A prompt of {prompt} tokens and {new} new ones pass the model's {self.core.position_limit} positions;"
                 f" at most {max(0, self.core.position_limit - prompt + 1)} new tokens fit after this prompt."
             )
+        if self.core.frequency_limit is not None and prompt + new > self.core.frequency_limit:
+            raise CapacityError(
+                f"A prompt of {prompt} tokens and {new} new ones pass position {self.core.frequency_limit}; from "
+                "there on this model's rotary frequencies depend on the longest row of a batch, so run it in "
+                "model.generate."
+            )
         limit = self.core.allocator.max_tokens_per_sequence
         if limit is not None and request.max_computed_tokens > limit:
             raise CapacityError(
@@ -215,7 +222,8 @@ class PagedEngine:
 
     def _publish(self) -> list[RequestOutput]:
         # snapshots of what changed go to whoever waits for them, and the others' latest wait for the next step()
-        outputs = [request.snapshot() for request in self.core.changed.values() if not request.is_external]
+        read = (request for request in self.core.changed.values() if not request.is_external | request.is_abandoned)
+        outputs = [request.snapshot() for request in read]
         self.core.changed.clear()
         for output in outputs:
             queue = self._queues.get(output.request_id)
@@ -302,6 +310,11 @@ class PagedEngine:
         with self.lock:
             return self.core.reserve(num_blocks)
 
+    def room(self) -> int:
+        """Blocks that the pool could have: those of the config, or what memory allows."""
+        with self.lock:
+            return self.core.room()
+
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes. Requests that run keep their blocks."""
         with self.lock:
@@ -341,11 +354,6 @@ class PagedEngine:
                 "pool_bytes": cache.num_bytes if cache is not None else 0,
                 "token_occupancy": self.core.counters.token_occupancy,
             }
-
-    def count_fallback(self) -> None:
-        """Notes that a call ran stock's loop instead."""
-        with self.lock:
-            self.core.counters.num_fallbacks += 1
 
     # -- life -------------------------------------------------------------------------------------------------------
 

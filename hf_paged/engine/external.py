@@ -27,13 +27,16 @@ class ExternalRows:
     def __init__(self, engine: PagedEngine, requests: SequenceOf[Request]) -> None:
         self._engine = engine
         self._core = engine.core
-        self._requests = requests
+        self._requests: list[Request] = []
+        self._asked = requests
 
     def __enter__(self) -> ExternalRows:
         with self._engine.lock:
+            self._core.notice_weights()
             try:
-                for request in self._requests:
+                for request in self._asked:
                     self._engine.admit(request)
+                    self._requests.append(request)
             except BaseException:
                 self.finish(range(len(self._sequences())))
                 raise

@@ -12,17 +12,20 @@ def history_of(sequence: Sequence, device: torch.device) -> torch.Tensor:
 
     A view of a buffer that grows with the sequence, so a processor must not write to it, as it must not in stock.
     """
-    buffers: dict[torch.device, tuple[torch.Tensor, int]] = sequence.history or {}
+    buffers: dict[torch.device, tuple[torch.Tensor | None, int]] = sequence.history or {}
     sequence.history = buffers
     start: tuple[int, ...] = sequence.request.sampling.history_start
     length = len(start) + sequence.num_tokens
-    buffer, filled = buffers.get(device, (torch.empty(0, dtype=torch.int64, device=device), 0))
-    if length > len(buffer):
-        grown = torch.empty(2 * length, dtype=torch.int64, device=device)
-        grown[:filled] = buffer[:filled]
-        buffer = grown
-    if filled < length:
-        tokens = [*start, *sequence.token_ids] if filled == 0 else sequence.token_ids[filled - len(start) :]
-        buffer[filled:length] = torch.tensor(tokens, dtype=torch.int64)
-        buffers[device] = (buffer, length)
+    buffer, filled = buffers.get(device, (None, 0))
+    # Outside inference mode: whoever drives the next step may not be in it, and must be able to write here.
+    with torch.inference_mode(False), torch.no_grad():
+        if buffer is None or length > len(buffer):
+            grown = torch.empty(2 * length, dtype=torch.int64, device=device)
+            if buffer is not None:
+                grown[:filled] = buffer[:filled]
+            buffer = grown
+        if filled < length:
+            tokens = [*start, *sequence.token_ids] if filled == 0 else sequence.token_ids[filled - len(start) :]
+            buffer[filled:length] = torch.tensor(tokens, dtype=torch.int64)
+            buffers[device] = (buffer, length)
     return buffer[None, :length]

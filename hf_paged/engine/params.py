@@ -274,7 +274,8 @@ class RequestResolver:
             criteria=criteria,
             eos_token_ids=eos_ids(config),
             do_sample=bool(config.do_sample),
-            shared_key=shared_key(config, processors),
+            # processors that the caller brings are that request's alone, whatever their class
+            shared_key=None if extra else shared_key(config, processors),
             seed=seed,
             num_logprobs=_count(keywords, "logprobs", self._vocab_size),
             num_prompt_logprobs=_count(keywords, "prompt_logprobs", self._vocab_size),

@@ -164,7 +164,26 @@ def _uncompiled() -> AbstractContextManager[object]:
     # process that hasn't done so has compiled nothing.
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
-    return torch.compiler.set_stance("force_eager")
+    stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+def frequency_limit(config: Any) -> int | None:
+    """The positions up to which rotary frequencies don't depend on the longest row of a batch; None if they never do.
+
+    "longrope" and "dynamic" frequencies change, for every row, once any row of the forward is longer than what the
+    model was first trained on. A packed step has many rows, so it stays below.
+    """
+    text_config = config.get_text_config(decoder=True)
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    kinds = parameters.values() if all(isinstance(value, dict) for value in parameters.values()) else (parameters,)
+    limits = []
+    for kind in kinds:
+        if kind.get("rope_type") in ("longrope", "dynamic"):
+            original = kind.get("original_max_position_embeddings")
+            original = original or getattr(text_config, "original_max_position_embeddings", None)
+            limits.append(int(original or text_config.max_position_embeddings))
+    return min(limits, default=None)
 
 
 def position_limit(model: PreTrainedModel) -> int | None:

@@ -77,8 +77,8 @@ def _choose_group(
     scores = logits if everything else logits[members]
     if sampling.processors:
         shared = sampling.shared_key is not None
-        history = tokens.new_empty(len(members), 0) if shared else history_of(sequence, logits.device)
         try:
+            history = tokens.new_empty(len(members), 0) if shared else history_of(sequence, logits.device)
             scores = sampling.processors(history, scores.clone())
         except Exception as error:
             errors.update(dict.fromkeys(members, error))

@@ -56,7 +56,7 @@ def blocks_in_memory(runner: ModelRunner, allocator: BlockAllocator, config: Pag
 
 def _most_blocks(runner: ModelRunner, allocator: BlockAllocator, budget: int) -> int:
     # bytes grow with the number of blocks, but not in proportion: window groups stop growing
-    low, high = 0, max(1, budget // config_floor(runner, allocator))
+    low, high = 0, max(1, budget // _cheapest_block_bytes(runner, allocator))
     while low < high:
         middle = (low + high + 1) // 2
         if runner.pool_bytes(allocator, middle) <= budget:
@@ -66,7 +66,7 @@ def _most_blocks(runner: ModelRunner, allocator: BlockAllocator, budget: int) ->
     return low
 
 
-def config_floor(runner: ModelRunner, allocator: BlockAllocator) -> int:
+def _cheapest_block_bytes(runner: ModelRunner, allocator: BlockAllocator) -> int:
     """Bytes that one more block costs at the least: those of the cheapest group."""
     groups = range(len(runner.layout.groups))
     return max(1, allocator.block_size * min(runner.group_bytes_per_token(group) for group in groups))
@@ -80,7 +80,8 @@ def engine_blocks(runner: ModelRunner, allocator: BlockAllocator, config: PagedC
 
 
 def _step_bytes(runner: ModelRunner, config: PagedConfig) -> int:
-    # what a full step allocates besides the pool; measured where the allocator keeps count, which the CPU's doesn't
+    # What a full step allocates besides the pool; measured where the allocator keeps count, which the CPU's doesn't.
+    # This resets torch's peak statistics.
     if runner.device.type != "cuda":
         return 0
     torch.cuda.reset_peak_memory_stats(runner.device)

@@ -7,6 +7,7 @@ were; after such a change call `reset_prefix_cache()`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable
 
 import torch
@@ -14,28 +15,41 @@ import torch
 _SAMPLES = 8
 
 
-def weights_fingerprint(model: torch.nn.Module) -> Hashable | None:
-    """Equal as long as the weights are; None if that can't be told (offloaded weights, inference tensors)."""
+Fingerprint = tuple[Hashable, ...]
+
+
+def weights_fingerprint(model: torch.nn.Module) -> Fingerprint | None:
+    """Equal as long as the weights are, its last part `active_adapters`; None if that can't be told (offloaded weights,
+    inference tensors, tensors without memory of their own)."""
     identities = []
     samples: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.device.type == "meta" or parameter.is_inference():
+        for tensor in itertools.chain(model.parameters(), model.buffers()):
+            if tensor.device.type == "meta" or tensor.is_inference():
                 return None
-            identities.append((id(parameter), parameter.data_ptr(), parameter._version))
-            flat = parameter.detach().reshape(-1) if parameter.is_contiguous() else parameter.detach().flatten()
-            stride = max(1, flat.numel() // _SAMPLES)
-            samples.setdefault((flat.device, flat.dtype), []).append(flat[::stride][:_SAMPLES])
-        content = tuple(
-            torch.cat(values).float().cpu().numpy().tobytes() for values in samples.values() if values[0].numel()
-        )
-    return (tuple(identities), content, _active_adapters(model))
+            try:
+                identities.append((id(tensor), tensor.data_ptr(), tensor._version))
+                flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach().flatten()
+                stride = max(1, flat.numel() // _SAMPLES)
+                samples.setdefault((flat.device, flat.dtype), []).append(flat[::stride][:_SAMPLES])
+            except (RuntimeError, NotImplementedError):  # a tensor subclass that holds its weights in another way
+                return None
+        try:
+            content = tuple(torch.cat(values).float().cpu().numpy().tobytes() for values in samples.values())
+        except (RuntimeError, NotImplementedError, TypeError):
+            return None
+    return (tuple(identities), content, active_adapters(model))
 
 
-def _active_adapters(model: torch.nn.Module) -> Hashable:
-    # which of PEFT's adapters take part changes what is computed, and no parameter
+def active_adapters(model: torch.nn.Module) -> Hashable:
+    """Which of PEFT's adapters take part, and how much: that changes what is computed, and no parameter."""
     return tuple(
-        (tuple(module._active_adapter), bool(module._disable_adapters), len(module.merged_adapters))  # type: ignore[arg-type]
+        (
+            tuple(module._active_adapter),  # type: ignore[arg-type]
+            bool(module._disable_adapters),
+            len(module.merged_adapters),  # type: ignore[arg-type]
+            tuple(sorted(getattr(module, "scaling", {}).items())),
+        )
         for module in model.modules()
         if hasattr(module, "_active_adapter") and hasattr(module, "merged_adapters")
     )

@@ -9,7 +9,9 @@ one by one      it doesn't fit: rows come and go as blocks allow, each with its 
 
 from __future__ import annotations
 
+import logging
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +42,14 @@ _HISTORY_PROCESSORS = (
     logits_process.SequenceBiasLogitsProcessor,
     logits_process.NoBadWordsLogitsProcessor,
 )
+
+# New tokens a row that the pool is made for at first; it grows with the rows that last longer. Limits on new tokens are
+# often set high and seldom reached.
+_HORIZON = 256
+
 _ROW_CRITERIA = (stopping.MaxLengthCriteria, stopping.EosTokenCriteria, stopping.StopStringCriteria)
+
+logger = logging.getLogger("hf_paged")
 
 
 @dataclass(frozen=True)
@@ -88,27 +97,26 @@ class Batch:
 def decode(engine: PagedEngine, batch: Batch) -> Any:
     """What stock's `_sample` would return for the batch."""
     prompts = batch.prompts()
-    fits = _reserve(engine, batch, prompts)
-    if fits or not _can_go_one_by_one(batch):
+    whole = _blocks(engine, batch, prompts, batch.max_new_tokens)
+    if engine.room() >= whole or not _can_go_one_by_one(batch):
         return _in_lockstep(engine, batch, prompts)
+    engine.reserve(whole)
     return _one_by_one(engine, batch, prompts)
 
 
-def _reserve(engine: PagedEngine, batch: Batch, prompts: list[list[int]]) -> bool:
+def _blocks(engine: PagedEngine, batch: Batch, prompts: list[list[int]], num_new_tokens: int) -> int:
+    # blocks that the rows hold together when each has that many new tokens
     size, siblings, needed = engine.config.block_size, batch.num_siblings, 0
     for prompt in prompts[::siblings]:
-        whole = -(-(len(prompt) + batch.max_new_tokens - 1) // size)
+        row = -(-(len(prompt) + min(num_new_tokens, batch.max_new_tokens) - 1) // size)
         shared = len(prompt) // size if siblings > 1 else 0
-        needed += shared + siblings * (whole - shared)
-    return engine.reserve(needed) >= needed
+        needed += shared + siblings * (row - shared)
+    return needed
 
 
 def _can_go_one_by_one(batch: Batch) -> bool:
-    mask = batch.attention_mask
-    is_left_padded = mask is None or bool((mask.diff(dim=-1) >= 0).all())
     return (
-        is_left_padded
-        and batch.streamer is None
+        batch.streamer is None
         and not batch.config.return_dict_in_generate
         and all(type(item) in _HISTORY_PROCESSORS for item in batch.processors)
         and all(type(item) in _ROW_CRITERIA for item in batch.criteria)
@@ -130,24 +138,38 @@ def _in_lockstep(engine: PagedEngine, batch: Batch, prompts: list[list[int]]) ->
         )
         for prompt in prompts[:: batch.num_siblings]
     ]
+
+    def reserve(num_new_tokens: int) -> None:
+        engine.reserve(_blocks(engine, batch, prompts, num_new_tokens))
+
+    reserve(_HORIZON)
     with ExternalRows(engine, requests) as rows:
-        return _lockstep_rounds(rows, batch)
+        return _lockstep_rounds(rows, batch, reserve)
 
 
-def _lockstep_rounds(rows: ExternalRows, batch: Batch) -> Any:
+def _lockstep_rounds(rows: ExternalRows, batch: Batch, reserve: Callable[[int], None]) -> Any:
     config, input_ids = batch.config, batch.input_ids
     num_rows = input_ids.shape[0]
     keep_scores = config.return_dict_in_generate and config.output_scores
     keep_logits = config.return_dict_in_generate and config.output_logits
     # Stock feeds finished rows on until the last one is done, with padding where there is an end-of-sequence token.
     # Who asked for more than tokens gets those rows' scores and cache; without such a token their tokens are returned.
-    feeds_finished = config.return_dict_in_generate or not batch.has_eos
+    # A processor of unknown class may look from one row at another.
+    feeds_finished = (
+        config.return_dict_in_generate
+        or not batch.has_eos
+        or any(type(processor) not in _HISTORY_PROCESSORS for processor in batch.processors)
+    )
     pad = config._pad_token_tensor.to(input_ids.device) if config._pad_token_tensor is not None else None
     unfinished = torch.ones(num_rows, dtype=torch.int64, device=input_ids.device)
     active = list(range(num_rows))
     scores: tuple[torch.Tensor, ...] = ()
     raw_logits: tuple[torch.Tensor, ...] = ()
+    horizon = _HORIZON
     while True:
+        if input_ids.shape[1] - batch.input_ids.shape[1] >= horizon:
+            horizon *= 2
+            reserve(horizon)
         logits = _all_rows(rows.logits(active), active, num_rows, input_ids.device)
         processed = batch.processors(input_ids, logits)
         if keep_scores:
@@ -175,11 +197,14 @@ def _lockstep_rounds(rows: ExternalRows, batch: Batch) -> Any:
         batch.streamer.end()
     if not config.return_dict_in_generate:
         return input_ids
+    cache = rows.copy()
+    if cache is None:
+        logger.warning("A row was preempted, so this call returns no cache; give the cache_config more num_blocks.")
     return GenerateDecoderOnlyOutput(
         sequences=input_ids,
         scores=scores if keep_scores else None,
         logits=raw_logits if keep_logits else None,
-        **{CACHE_KEYWORD: rows.copy()},
+        **{CACHE_KEYWORD: cache},
     )
 
 

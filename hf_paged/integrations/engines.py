@@ -21,6 +21,7 @@ from hf_paged.errors import UnsupportedModelError
 
 _engines: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Hashable, PagedEngine]] = weakref.WeakKeyDictionary()
 _refused: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Hashable, str]] = weakref.WeakKeyDictionary()
+_fallbacks: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
 _guard = threading.Lock()
 
 
@@ -51,8 +52,10 @@ def engine_for(model: PreTrainedModel, config: PagedConfig | None) -> PagedEngin
         known, engine = _engines.get(model, (None, None))
         if engine is not None and known == signature and config in (None, engine.config):
             return engine
+        asked = config or PagedConfig()
+        refusal = (signature, asked.k_dtype, asked.v_dtype, asked.attention_backend)
         refused_as, reason = _refused.get(model, (None, ""))
-        if refused_as == signature:  # found out once; looking again would cost two forwards a call
+        if refused_as == refusal:  # found out once; looking again would cost two forwards a call
             raise UnsupportedModelError(reason)
         if config is None:
             config = engine.config if engine is not None else PagedConfig()
@@ -69,8 +72,11 @@ def engine_for(model: PreTrainedModel, config: PagedConfig | None) -> PagedEngin
         try:
             engine = PagedEngine.on_demand(get_model, config)
         except UnsupportedModelError as error:
-            _refused[model] = (signature, str(error))
+            # what the model is made of won't change; an error that its forward raised may
+            if error.__cause__ is None or isinstance(error.__cause__, UnsupportedModelError):
+                _refused[model] = (refusal, str(error))
             raise
+        engine.core.counters.num_fallbacks = _fallbacks.get(model, 0)
         _engines[model] = (signature, engine)
         return engine
 
@@ -95,3 +101,18 @@ def release(model: Any) -> None:
         _, engine = _engines.pop(unwrap_model(model), (None, None))
     if engine is not None:
         engine.close()
+
+
+def count_fallback(model: PreTrainedModel) -> None:
+    """Notes that a paged call of a model ran stock's loop instead."""
+    with _guard:
+        _fallbacks[model] = _fallbacks.get(model, 0) + 1
+        _, engine = _engines.get(model, (None, None))
+        if engine is not None:
+            engine.core.counters.num_fallbacks = _fallbacks[model]
+
+
+def num_fallbacks(model: Any) -> int:
+    """How many paged calls of a model ran stock's loop instead of the engine."""
+    with _guard:
+        return _fallbacks.get(unwrap_model(model), 0)

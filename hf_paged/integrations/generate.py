@@ -178,9 +178,11 @@ def _sample(
                 prepare_cache = functools.partial(_originals["_prepare_cache_for_generation"])  # stock, as it is
             else:
                 mask = model_kwargs.get("attention_mask")
-                return decode(
-                    engine, Batch(input_ids, mask, logits_processor, stopping_criteria, generation_config, streamer)
-                )
+                batch = Batch(input_ids, mask, logits_processor, stopping_criteria, generation_config, streamer)
+                limit = engine.core.frequency_limit
+                if limit is None or stopping_criteria.max_length <= limit:
+                    return decode(engine, batch)
+                reason = f"rotary frequencies that change past position {limit} need stock's loop"
         _fall_back(model, reason)
         mode, length = generation_config.get_generation_mode(), int(stopping_criteria.max_length or 0)
         prepare_cache(model, generation_config, model_kwargs, mode, input_ids.shape[0], length)
@@ -208,8 +210,8 @@ def _why_stock(
     """Why the engine can't run this call, or None if it can."""
     if model.config.is_encoder_decoder:
         return "encoder-decoder models run stock's loop"
-    if synced_gpus:
-        return "synced_gpus needs stock's loop, whose ranks step together"
+    if synced_gpus or _is_sharded(model):
+        return "synced_gpus, FSDP and ZeRO-3 need stock's loop, whose ranks step together"
     if generation_config.output_attentions or generation_config.output_hidden_states:
         return "attentions and hidden states come from stock's loop"
     if generation_config.use_cache is False:
@@ -226,15 +228,21 @@ def _why_stock(
     mask = model_kwargs.get("attention_mask")
     if mask is not None and mask.shape != input_ids.shape:
         return "an attention_mask of another shape than input_ids needs stock's loop"
+    if mask is not None and bool((mask.diff(dim=-1) < 0).any()):
+        return "a mask that hides tokens inside or behind the prompt needs stock's loop"
     return None
 
 
-def _fall_back(model: Any, reason: str) -> None:
-    from hf_paged.integrations.engines import get_engine
+def _is_sharded(model: Any) -> bool:
+    # parameters that exist in whole only while all ranks run the same forward
+    wrapped = any(type(module).__name__.startswith(("FSDP", "FullyShardedDataParallel")) for module in model.modules())
+    return wrapped or any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
-    engine = get_engine(model)
-    if engine is not None:
-        engine.count_fallback()
+
+def _fall_back(model: Any, reason: str) -> None:
+    from hf_paged.integrations.engines import count_fallback
+
+    count_fallback(model)
     _say(model, reason)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import accelerate
 import peft
+import peft.helpers
 import pytest
 import torch
 
@@ -142,6 +143,10 @@ def test_adapters_change_tokens_and_share_no_prefixes() -> None:
         assert_equal_batches(model.generate(input_ids=IDS, **OPTIONS, cache_implementation="paged"), expected)
         rows.append(expected[:, IDS.shape[1] :].tolist())
     assert rows[0] == rows[2] != rows[1]
+    with peft.helpers.rescale_adapter_scale(model, 0.25):
+        rescaled = model.generate(input_ids=IDS, **OPTIONS)
+        assert rescaled[:, IDS.shape[1] :].tolist() != rows[0]
+        assert_equal_batches(model.generate(input_ids=IDS, **OPTIONS, cache_implementation="paged"), rescaled)
     with model.disable_adapter():
         _assert_paged_equals_stock(model)
     merged = model.merge_and_unload()

@@ -171,3 +171,27 @@ def test_generate_shares_the_prompt_among_its_return_sequences() -> None:
     engine = get_engine(model)
     assert engine is not None
     assert engine.stats()["peak_blocks"] == 4 + 4
+
+
+def test_weights_that_change_while_a_request_runs_are_noticed_by_the_next() -> None:
+    model, other = copy.deepcopy(build("llama")), build("llama", seed=9)
+    engine = _engine(model)
+    stream = engine.stream(BASE, max_new_tokens=50)
+    next(stream)
+    model.load_state_dict(other.state_dict())
+    output = engine.generate([[*BASE, 5]], max_new_tokens=NEW)[0]
+    assert output.num_cached_tokens == 0
+    assert_equal_tokens(output.token_ids, solo(other, [*BASE, 5], max_new_tokens=NEW))
+    stream.close()
+    engine.check()
+    assert engine.generate([[*BASE, 5]], max_new_tokens=NEW)[0].num_cached_tokens == 64
+
+
+def test_streams_that_are_left_leave_nothing_behind() -> None:
+    engine = _engine()
+    for _ in range(5):
+        stream = engine.stream(BASE, max_new_tokens=9)
+        next(stream)
+        stream.close()
+    engine.generate([BASE], max_new_tokens=2)
+    assert engine.step() == []

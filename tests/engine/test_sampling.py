@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
-from transformers import LogitsProcessor
+from transformers import LogitsProcessor, SuppressTokensLogitsProcessor
 
 from hf_paged import PagedConfig, PagedEngine, get_engine
 from hf_paged.errors import RequestError
@@ -257,3 +257,59 @@ def test_a_toy_model_takes_a_toy_pool() -> None:
     engine = get_engine(model)
     assert engine is not None
     assert engine.stats()["pool_bytes"] < 2**20
+
+
+def test_processors_that_a_request_brings_are_its_own() -> None:
+    engine = _engine()
+    greedy = solo(build("llama"), PROMPTS[0], max_new_tokens=NEW)
+    banned = [greedy[0], greedy[1]]
+    ids = [
+        engine.add_request(PROMPTS[0], max_new_tokens=NEW, logits_processor=[SuppressTokensLogitsProcessor([token])])
+        for token in banned
+    ]
+    final: dict[str, Any] = {}
+    while engine.has_unfinished_requests:
+        final.update({output.request_id: output for output in engine.step()})
+    for token, request_id in zip(banned, ids, strict=True):
+        expected = solo(build("llama"), PROMPTS[0], max_new_tokens=NEW, suppress_tokens=[token])
+        assert_equal_tokens(final[request_id].token_ids, expected)
+
+
+def test_steps_in_and_out_of_inference_mode_mix() -> None:
+    engine = _engine()
+    request_id = engine.add_request(PROMPTS[0], max_new_tokens=20, repetition_penalty=1.3, min_new_tokens=2)
+    tokens: tuple[int, ...] = ()
+    turn = 0
+    while engine.has_unfinished_requests:
+        turn += 1
+        with torch.inference_mode(turn % 2 == 1):
+            tokens = next(output.token_ids for output in engine.step() if output.request_id == request_id)
+    assert_equal_tokens(tokens, solo(build("llama"), PROMPTS[0], max_new_tokens=20, repetition_penalty=1.3))
+
+
+def test_prompt_logprobs_survive_a_preemption_in_the_middle_of_the_prompt() -> None:
+    prompt = [*PROMPTS[1], *PROMPTS[2], *PROMPTS[3]][:30]
+    engine = _engine(num_blocks=9, max_batch_tokens=8, enable_prefix_caching=False)
+    for other in PROMPTS[:2]:
+        engine.add_request([*other, 1, 2, 3][:12], max_new_tokens=20)
+    engine.step()
+    engine.step()
+    request_id = engine.add_request(prompt, max_new_tokens=2, prompt_logprobs=0)
+    final: dict[str, Any] = {}
+    preempted = 0
+    for step in range(400):
+        final.update({output.request_id: output for output in engine.step()})
+        running = [s for s in engine.core.scheduler.running if s.request.request_id == request_id]
+        if running and 0 < running[0].num_computed_tokens < 28 and step % 3 == 0 and preempted < 3:
+            engine.core.scheduler.preempt(running[0])
+            preempted += 1
+        engine.check()
+        if not engine.has_unfinished_requests:
+            break
+    assert preempted == 3
+    with torch.no_grad():
+        expected = build("llama")(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    logprobs = final[request_id].prompt_logprobs
+    assert [None if entry is None else entry.token_id for entry in logprobs] == [None, *prompt[1:]]
+    for position, entry in enumerate(logprobs[1:], start=1):
+        assert entry.logprob == pytest.approx(expected[position - 1, prompt[position]].item(), abs=1e-4)

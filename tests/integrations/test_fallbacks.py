@@ -14,13 +14,15 @@ from transformers import (
     BloomForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    LogitsProcessor,
     T5Config,
     T5ForConditionalGeneration,
 )
 
-from hf_paged import get_engine
+from hf_paged import get_engine, num_fallbacks
 from hf_paged.compat import CACHE_KEYWORD
-from hf_paged.errors import PagedError
+from hf_paged.errors import CapacityError, PagedError
+from hf_paged.integrations import decoding
 from hf_paged.integrations import generate as hook
 from tests.oracle import assert_equal_batches, left_pad, ragged_prompts
 from tests.zoo import PAD_TOKEN_ID, VOCAB_SIZE, fresh
@@ -188,3 +190,72 @@ def test_rows_that_end_early_may_ask_for_more_than_fits(more: dict[str, Any]) ->
     if more:
         stock, paged = stock.sequences, paged.sequences
     assert_equal_batches(paged, stock)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("hidden", [-1, -4], ids=["behind the prompt", "inside it"])
+def test_a_mask_that_is_no_left_padding_means_what_it_means_in_stock(name: str, hidden: int) -> None:
+    model = fresh(name)
+    ids, mask = left_pad(ragged_prompts(3, seed=62, shortest=20, longest=30))
+    mask[0, hidden] = 0
+    stock, paged = (
+        model.generate(ids, **{**OPTIONS, "attention_mask": mask}, **more)
+        for more in ({}, {"cache_implementation": "paged"})
+    )
+    assert_equal_batches(paged, stock)
+    assert num_fallbacks(model) == 1
+
+
+class _RowsLookAtEachOther(LogitsProcessor):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores + 0.5 * (scores - scores.roll(1, 0))
+
+
+def test_a_processor_that_looks_from_row_to_row_sees_stocks_scores() -> None:
+    model = fresh("llama")
+    free = model.generate(IDS, **OPTIONS, logits_processor=[_RowsLookAtEachOther()])[:, IDS.shape[1] :]
+    options = {"eos_token_id": [int(free[1, 1])], "max_new_tokens": 12}
+    stock = model.generate(IDS, **{**OPTIONS, **options}, logits_processor=[_RowsLookAtEachOther()])
+    paged = model.generate(
+        IDS, **{**OPTIONS, **options}, logits_processor=[_RowsLookAtEachOther()], cache_implementation="paged"
+    )
+    assert_equal_batches(paged, stock)
+    assert num_fallbacks(model) == 0
+
+
+def test_a_call_that_the_queue_refuses_leaves_the_engine_as_it_was() -> None:
+    model = fresh("llama")
+    with pytest.raises(CapacityError, match="max_queue_size"):
+        model.generate(IDS, **OPTIONS, cache_implementation="paged", cache_config={"max_queue_size": 2})
+    engine = get_engine(model)
+    assert engine is not None
+    assert engine.stats()["num_waiting"] == 0
+    assert engine.step() == []
+    assert_equal_batches(
+        model.generate(IDS[:2], **{**OPTIONS, "attention_mask": MASK[:2]}, cache_implementation="paged"),
+        model.generate(IDS[:2], **{**OPTIONS, "attention_mask": MASK[:2]}),
+    )
+
+
+def test_a_high_limit_that_is_not_reached_takes_no_large_pool() -> None:
+    model = fresh("llama", max_position_embeddings=16384)
+    free = model.generate(IDS, **OPTIONS)[:, IDS.shape[1] :]
+    keywords = {**OPTIONS, "max_new_tokens": 10_000, "eos_token_id": sorted({*free[:, 3].tolist()})}
+    stock = model.generate(IDS, **keywords)
+    assert_equal_batches(model.generate(IDS, **keywords, cache_implementation="paged"), stock)
+    engine = get_engine(model)
+    assert engine is not None
+    assert engine.stats()["num_blocks"] < 80
+    assert engine.stats()["num_preemptions"] == 0
+
+
+def test_rows_that_last_longer_than_expected_grow_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "_HORIZON", 4)
+    model = fresh("llama")
+    keywords = {**OPTIONS, "max_new_tokens": 40}
+    stock = model.generate(IDS, **keywords)
+    assert_equal_batches(model.generate(IDS, **keywords, cache_implementation="paged"), stock)
+    engine = get_engine(model)
+    assert engine is not None
+    engine.check()
+    assert engine.stats()["num_preemptions"] == 0
