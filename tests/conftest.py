@@ -33,6 +33,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if TALLY.comparisons:
         counts = f"{TALLY.comparisons} comparisons, {TALLY.tokens} tokens, {TALLY.differing_tokens} differing"
         terminalreporter.write_line(f"equal to stock: {counts}")
+    for note in TALLY.notes:
+        terminalreporter.write_line(note)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -24,6 +24,7 @@ class Tally:
     comparisons: int = 0
     tokens: int = 0
     differing_tokens: int = 0
+    notes: list[str] = field(default_factory=list)  # lines for the end of the session
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, tokens: int, differing: int) -> None:
