@@ -247,7 +247,7 @@ def _fall_back(model: Any, reason: str) -> None:
 
 
 def _say(model: Any, reason: str) -> None:
-    message = f"cache_implementation='paged' on {type(model).__name__}: {reason}."
+    message = f"cache_implementation='paged' on {type(model).__name__}: {reason.rstrip('.')}."
     if message not in _said:
         _said.add(message)
         logger.warning(message)
