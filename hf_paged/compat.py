@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import inspect
 
-import transformers
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 # The keyword a model's forward takes its cache by, and the field of its outputs: `cache` from 5.24, and
 # `past_key_values` before.
 CACHE_KEYWORD = "cache" if "cache" in inspect.signature(GenerateDecoderOnlyOutput).parameters else "past_key_values"
-
-TRANSFORMERS_VERSION: str = transformers.__version__

@@ -56,7 +56,8 @@ def read_prompts(path: Path) -> list[Prompt]:
         except UnicodeDecodeError as error:
             raise RequestError(f"{path}, line {number}: the text must be UTF-8.") from error
         except ValueError as error:
-            raise RequestError(f"{path}, line {number}: {error}.") from error
+            dot = "" if str(error).endswith("?") else "."
+            raise RequestError(f"{path}, line {number}: {error}{dot}") from error
         prompts.append(prompt)
     if not prompts:
         raise RequestError(f"{path} holds no prompt; write one a line.")
