@@ -79,10 +79,10 @@ class PagedEngine:
 
         Args:
             prompt: token ids (a list, or a 1-D tensor), or text if the engine has a tokenizer.
-            **keywords: fields of GenerationConfig, and seed, logit_bias, bad_words (text, with and without a space
-                before it), logprobs, prompt_logprobs, cache_salt, priority, request_id, logits_processor,
-                stopping_criteria, generation_config. None switches a field off; one that is absent has the model's
-                default.
+            **keywords: fields of GenerationConfig, and seed, logit_bias, presence_penalty and frequency_penalty
+                (of generated tokens only), bad_words (text, with and without a space before it), logprobs,
+                prompt_logprobs, cache_salt, priority, request_id, logits_processor, stopping_criteria,
+                generation_config. None switches a field off; one that is absent has the model's default.
 
         Returns:
             The request's id.

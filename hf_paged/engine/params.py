@@ -17,6 +17,7 @@ from transformers.generation import logits_process
 from transformers.generation import stopping_criteria as stopping
 
 from hf_paged.engine.logit_bias import LogitBiasProcessor
+from hf_paged.engine.penalties import OutputPenaltyProcessor
 from hf_paged.errors import RequestError, nearest
 
 # What a request takes besides the fields of GenerationConfig.
@@ -24,6 +25,8 @@ REQUEST_KEYWORDS = frozenset(
     {
         "seed",
         "bad_words",
+        "presence_penalty",
+        "frequency_penalty",
         "logit_bias",
         "logprobs",
         "prompt_logprobs",
@@ -255,6 +258,9 @@ class RequestResolver:
         extra = LogitsProcessorList(keywords.get("logits_processor") or [])
         if keywords.get("logit_bias"):
             extra.append(LogitBiasProcessor(keywords["logit_bias"], self._vocab_size))
+        presence, frequency = _penalty(keywords, "presence_penalty"), _penalty(keywords, "frequency_penalty")
+        if presence or frequency:
+            extra.append(OutputPenaltyProcessor(presence, frequency, num_prompt_tokens))
         try:
             processors = model._get_logits_processor(
                 generation_config=config,
@@ -326,6 +332,13 @@ def _settle_temperature(
         do_sample = model.generation_config.do_sample
     if not do_sample:
         raise RequestError(f"temperature={temperature} needs do_sample=True beside it; add that, or leave both out.")
+
+
+def _penalty(keywords: Mapping[str, Any], name: str) -> float:
+    value = keywords.get(name) or 0.0
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -2 <= value <= 2:
+        raise RequestError(f"{name} must be a number from -2 to 2, not {value!r}.")
+    return float(value)
 
 
 def _count(keywords: Mapping[str, Any], name: str, most: int) -> int | None:

@@ -313,3 +313,22 @@ def test_prompt_logprobs_survive_a_preemption_in_the_middle_of_the_prompt() -> N
     assert [None if entry is None else entry.token_id for entry in logprobs] == [None, *prompt[1:]]
     for position, entry in enumerate(logprobs[1:], start=1):
         assert entry.logprob == pytest.approx(expected[position - 1, prompt[position]].item(), abs=1e-4)
+
+
+def test_presence_and_frequency_penalties_count_the_output_alone_as_computed_by_hand() -> None:
+    model = build("llama")
+    prompt = [*PROMPTS[1], *solo(model, PROMPTS[1], max_new_tokens=3)]  # its next tokens are in the prompt already
+    for presence, frequency in ((2.0, 0.0), (0.0, 1.5), (1.0, 1.0), (-1.0, 0.5)):
+        tokens: list[int] = []
+        for _ in range(NEW):
+            with torch.no_grad():
+                scores = model(torch.tensor([prompt + tokens])).logits[0, -1]
+            for token in set(tokens):
+                scores[token] -= presence + frequency * tokens.count(token)
+            tokens.append(int(scores.argmax()))
+        output = _engine().generate(
+            [prompt], max_new_tokens=NEW, presence_penalty=presence, frequency_penalty=frequency
+        )[0]
+        assert_equal_tokens(output.token_ids, tokens)
+    with pytest.raises(RequestError, match="presence_penalty must be"):
+        _engine().add_request(prompt, presence_penalty=3)
