@@ -30,6 +30,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 from hf_paged.cache.block_pool import BlockPool
 from hf_paged.cache.storage import KVSpec, LayerStorage
 from hf_paged.errors import PagedError
+from hf_paged.kernels.torch_cache import copy_blocks, write_slots
 
 NO_BLOCK = -1  # in a table: behind the window, given back or never stored
 
@@ -179,9 +180,7 @@ class LayerGroup:
                 self.pool.free([block_id])
         if copies:
             with torch.no_grad():
-                for layer in self.layers:
-                    if layer.storage is not None:
-                        layer.storage.copy_blocks(copies)
+                copy_blocks([layer.storage.blocks for layer in self.layers if layer.storage is not None], copies)
 
     def _grow_for(self, num_new: int) -> None:
         if num_new > self.pool.num_free:
@@ -282,12 +281,12 @@ class PagedLayer(CacheLayerMixin):
     @property
     def keys(self) -> torch.Tensor | None:
         """What the next query may see, dense: `[batch, heads, tokens, head_dim]`; gathered at each call."""
-        return None if self.storage is None else self._dense(self.storage.keys)
+        return None if self.storage is None else self._dense(self.storage.blocks.keys)
 
     @property
     def values(self) -> torch.Tensor | None:
         """As `keys`, of V."""
-        return None if self.storage is None else self._dense(self.storage.values)
+        return None if self.storage is None else self._dense(self.storage.blocks.values)
 
     def _dense(self, pool: torch.Tensor) -> torch.Tensor:
         group = self.group
@@ -320,15 +319,16 @@ class PagedLayer(CacheLayerMixin):
         assert storage is not None
         self.num_tokens = step.end
         with torch.no_grad():
-            storage.write(
+            write_slots(
+                storage.blocks,
                 _token_rows(key_states, step.store_from - step.start),
                 _token_rows(value_states, step.store_from - step.start),
                 step.slot_mapping(key_states.device),
             )
         if step.first_visible < step.start:
             blocks = step.blocks(key_states.device)
-            keys = _gather(storage.keys, blocks, batch_size, step.first_visible, step.gather_end)
-            values = _gather(storage.values, blocks, batch_size, step.first_visible, step.gather_end)
+            keys = _gather(storage.blocks.keys, blocks, batch_size, step.first_visible, step.gather_end)
+            values = _gather(storage.blocks.values, blocks, batch_size, step.first_visible, step.gather_end)
             if not step.stores_all:
                 keys, values = torch.cat([keys, key_states], dim=2), torch.cat([values, value_states], dim=2)
             key_states, value_states = keys, values

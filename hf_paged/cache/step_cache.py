@@ -95,7 +95,9 @@ class StepCache(TaggingCache):
             )
         storage = self.storages[layer_idx]
         metadata = step.metadata(self.layout.layers[layer_idx].group, storage.spec.device)
-        storage.write(key_states[0].transpose(0, 1), value_states[0].transpose(0, 1), metadata.slot_mapping)
+        self.backend.write(
+            storage.blocks, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1), metadata.slot_mapping
+        )
         step.updated.append(layer_idx)
         return self.tag(key_states, layer_idx), value_states
 
@@ -107,8 +109,8 @@ class StepCache(TaggingCache):
         """Does a step's block copies, one list a group, in every layer."""
         for group, group_copies in enumerate(copies):
             if group_copies:
-                for layer_idx in self.layout.group_layers(group):
-                    self.storages[layer_idx].copy_blocks(group_copies)
+                layers = self.layout.group_layers(group)
+                self.backend.copy_blocks([self.storages[index].blocks for index in layers], group_copies)
 
     @property
     def num_bytes(self) -> int:

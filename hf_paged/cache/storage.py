@@ -9,12 +9,12 @@ parallelism, offload and quantised weights all make the config lie.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from hf_paged.errors import PoolMemoryError
+from hf_paged.kernels.kv_blocks import KVBlocks
 
 
 @dataclass(frozen=True)
@@ -55,24 +55,19 @@ class LayerStorage:
     def __init__(self, spec: KVSpec, num_blocks: int, block_size: int) -> None:
         self.spec = spec
         self.block_size = block_size
-        self._hold(*self._allocate(num_blocks))
-
-    def _hold(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.keys, self.values = keys, values
-        # the same memory by slot, [num_slots, H, D]: made here, since a view a layer and step adds up
-        self._key_slots, self._value_slots = keys.flatten(0, 1), values.flatten(0, 1)
+        self.blocks = self._allocate(num_blocks)
 
     @property
     def num_blocks(self) -> int:
         """Blocks that this layer has room for."""
-        return self.keys.shape[0]
+        return self.blocks.keys.shape[0]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of both tensors."""
-        return self.keys.nbytes + self.values.nbytes
+        """Bytes of all tensors."""
+        return self.blocks.num_bytes
 
-    def _allocate(self, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _allocate(self, num_blocks: int) -> KVBlocks:
         spec = self.spec
         try:
             # A tensor born in inference mode may not be written to later under no_grad, so it is born outside.
@@ -94,27 +89,12 @@ class LayerStorage:
                 f"{self.block_size} tokens on {spec.device}, which can't be allocated; "
                 "lower PagedConfig.num_blocks or memory_fraction."
             ) from error
-        return keys, values
+        return KVBlocks(keys, values)
 
     def grow(self, num_blocks: int) -> None:
         """Makes room for `num_blocks` in all, keeping the content of those there are."""
-        old_keys, old_values = self.keys, self.values
-        keys, values = self._allocate(num_blocks)
+        old, new = self.blocks, self._allocate(num_blocks)
         with torch.no_grad():
-            keys[: old_keys.shape[0]].copy_(old_keys)
-            values[: old_values.shape[0]].copy_(old_values)
-        self._hold(keys, values)
-
-    def write(self, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        """Stores new tokens: key `[T, H, D]`, value `[T, H, Dv]`, slot_mapping `[T]` int64."""
-        self._key_slots.index_copy_(0, slot_mapping, key.to(self.keys.dtype))
-        self._value_slots.index_copy_(0, slot_mapping, value.to(self.values.dtype))
-
-    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copies whole blocks, `(source, destination)` each; no destination is another copy's source."""
-        if not copies:
-            return
-        pairs = torch.tensor(copies, dtype=torch.int64, device=self.keys.device)
-        source, destination = pairs.unbind(1)
-        self.keys.index_copy_(0, destination, self.keys.index_select(0, source))
-        self.values.index_copy_(0, destination, self.values.index_select(0, source))
+            for before, after in zip(old.tensors, new.tensors, strict=True):
+                after[: before.shape[0]].copy_(before)
+        self.blocks = new

@@ -38,8 +38,8 @@ def copy_rows(pool: StepCache, config: object, sequences: SequenceOf[Sequence]) 
     cache = PagedKVCache(config, block_size=block_size)
     with torch.no_grad():
         for layer_idx, storage in sorted(pool.storages.items()):
-            rows = slots[pool.layer(layer_idx).group].to(storage.keys.device)
-            key, value = (_dense(tensor, rows) for tensor in (storage.keys, storage.values))
+            rows = slots[pool.layer(layer_idx).group].to(storage.spec.device)
+            key, value = (_dense(tensor, rows) for tensor in (storage.blocks.keys, storage.blocks.values))
             spec = pool.layer(layer_idx).spec
             cache.update(key.to(spec.key_dtype), value.to(spec.value_dtype), layer_idx)
     return cache

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 
+from hf_paged.kernels.kv_blocks import KVBlocks
 from hf_paged.kernels.metadata import AttentionMetadata, AttentionParams
+from hf_paged.kernels.torch_cache import copy_blocks, write_slots
 
 
 class AttentionBackend(ABC):
@@ -35,8 +38,7 @@ class AttentionBackend(ABC):
     def attend(
         self,
         query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
+        blocks: KVBlocks,
         metadata: AttentionMetadata,
         params: AttentionParams,
     ) -> torch.Tensor:
@@ -59,11 +61,28 @@ class AttentionBackend(ABC):
 
         Args:
             query: `[T, Hq, D]`, the queries of all sequences one after another.
-            key_cache: `[num_blocks, block_size, Hkv, D]`, contiguous, on the query's device, in any floating dtype.
-            value_cache: `[num_blocks, block_size, Hkv, Dv]`, the same.
+            blocks: the layer's K and V, on the query's device, in any floating dtype or quantised.
             metadata: lengths and block table of the step. `plans` keeps what was derived for the step's other layers.
             params: scale, window, chunk, softcap and sinks of this layer.
 
         Returns:
             `[T, Hq, Dv]` in the query's dtype.
         """
+
+    def write(self, blocks: KVBlocks, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        """Stores new tokens of one layer.
+
+        Args:
+            blocks: the layer's tensors.
+            key: `[T, H, D]`, in any layout.
+            value: `[T, H, Dv]`, the same.
+            slot_mapping: `[T]` int64, block id * block_size + offset; no slot twice.
+        """
+        write_slots(blocks, key, value, slot_mapping)
+
+    def copy_blocks(self, layers: Sequence[KVBlocks], copies: Sequence[tuple[int, int]]) -> None:
+        """Copies whole blocks in every layer of a group, `(source, destination)` each.
+
+        No destination is a source or the destination of another copy.
+        """
+        copy_blocks(layers, copies)

@@ -58,8 +58,7 @@ def paged_attention_forward(
     step.attended.append(layer_idx)
     output = cache.backend.attend(
         query[0].transpose(0, 1),
-        storage.keys,
-        storage.values,
+        storage.blocks,
         step.metadata(layer.group, storage.spec.device),
         AttentionParams(
             scale=query.shape[-1] ** -0.5 if scaling is None else scaling,

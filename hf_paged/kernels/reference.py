@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hf_paged.kernels.backend import AttentionBackend
+from hf_paged.kernels.kv_blocks import KVBlocks
 from hf_paged.kernels.metadata import AttentionMetadata, AttentionParams
 
 
@@ -21,22 +22,19 @@ class ReferenceBackend(AttentionBackend):
     def attend(
         self,
         query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
+        blocks: KVBlocks,
         metadata: AttentionMetadata,
         params: AttentionParams,
     ) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
-        out = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[-1])
+        out = query.new_empty(query.shape[0], query.shape[1], blocks.values.shape[-1])
         start = 0
         for row, (query_len, kv_len) in enumerate(zip(metadata.query_lens, metadata.kv_lens, strict=True)):
             end = start + query_len
             if query_len:
                 query_positions = torch.arange(kv_len - query_len, kv_len, device=query.device)
                 table = metadata.block_table[row]
-                out[start:end] = self._attend_one(
-                    query[start:end], query_positions, key_cache, value_cache, table, params
-                )
+                out[start:end] = self._attend_one(query[start:end], query_positions, blocks, table, params)
             start = end
         return out
 
@@ -44,14 +42,13 @@ class ReferenceBackend(AttentionBackend):
         self,
         query: torch.Tensor,
         query_positions: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
+        blocks: KVBlocks,
         block_table: torch.Tensor,
         params: AttentionParams,
     ) -> torch.Tensor:
         """One sequence: query `[n, Hq, D]` at query_positions `[n]`, block_table `[max_blocks]` -> `[n, Hq, Dv]`."""
         self.num_calls += 1
-        block_size, num_kv_heads = key_cache.shape[1:3]
+        block_size, num_kv_heads = blocks.keys.shape[1:3]
         group_size = query.shape[1] // num_kv_heads
 
         key_positions = torch.arange(int(query_positions[-1]) + 1, device=query.device)
@@ -59,9 +56,9 @@ class ReferenceBackend(AttentionBackend):
         key_positions = key_positions[visible.any(dim=0)]  # what no query sees is not even read
         visible = see(query_positions[:, None], key_positions[None, :], params)
 
-        blocks, offsets = block_table[key_positions // block_size].long(), key_positions % block_size
-        key = key_cache[blocks, offsets].double().repeat_interleave(group_size, dim=1)
-        value = value_cache[blocks, offsets].double().repeat_interleave(group_size, dim=1)
+        slots = block_table[key_positions // block_size].long() * block_size + key_positions % block_size
+        key = blocks.key_slots[slots].double().repeat_interleave(group_size, dim=1)
+        value = blocks.value_slots[slots].double().repeat_interleave(group_size, dim=1)
 
         scores = torch.einsum("qhd,khd->hqk", query.double(), key) * params.scale
         if params.softcap is not None:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_paged.kernels.backend import AttentionBackend
+from hf_paged.kernels.kv_blocks import KVBlocks
 from hf_paged.kernels.metadata import AttentionMetadata, AttentionParams
 from hf_paged.kernels.torch_plan import Group, plan_of
 
@@ -41,8 +42,7 @@ class TorchBackend(AttentionBackend):
     def attend(
         self,
         query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
+        blocks: KVBlocks,
         metadata: AttentionMetadata,
         params: AttentionParams,
     ) -> torch.Tensor:
@@ -55,7 +55,7 @@ class TorchBackend(AttentionBackend):
             begin = 0
             for group in plan.groups:
                 end = begin + group.num_segments * group.num_queries
-                outputs.append(self._attend_group(queries[begin:end], key_cache, value_cache, group, params))
+                outputs.append(self._attend_group(queries[begin:end], blocks, group, params))
                 begin = end
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return out if plan.restore is None else out.index_select(0, plan.restore)
@@ -63,30 +63,27 @@ class TorchBackend(AttentionBackend):
     def _attend_group(
         self,
         query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
+        blocks: KVBlocks,
         group: Group,
         params: AttentionParams,
     ) -> torch.Tensor:
         """query `[S * Q, Hq, D]` -> `[S * Q, Hq, Dv]`."""
-        num_kv_heads = key_cache.shape[2]
+        num_kv_heads = blocks.keys.shape[2]
         shape = (group.num_segments, group.num_queries, num_kv_heads, query.shape[1] // num_kv_heads, query.shape[2])
         grouped = query.view(shape).permute(0, 2, 3, 1, 4)  # [S, Hkv, G, Q, D]
         if len(group.tiles) == 1 and params.softcap is None and params.sinks is None:
-            out = self._attend_fused(grouped, key_cache, value_cache, group, params.scale)
+            out = self._attend_fused(grouped, blocks, group, params.scale)
         else:
-            out = self._attend_tiles(grouped, key_cache, value_cache, group, params)
-        return out.permute(0, 3, 1, 2, 4).reshape(query.shape[0], query.shape[1], value_cache.shape[-1])
+            out = self._attend_tiles(grouped, blocks, group, params)
+        return out.permute(0, 3, 1, 2, 4).reshape(query.shape[0], query.shape[1], blocks.values.shape[-1])
 
-    def _attend_fused(
-        self, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, group: Group, scale: float
-    ) -> torch.Tensor:
+    def _attend_fused(self, query: torch.Tensor, blocks: KVBlocks, group: Group, scale: float) -> torch.Tensor:
         """One call over the only tile: query `[S, Hkv, G, Q, D]` -> `[S, Hkv, G, Q, Dv]`."""
         self.num_calls += 1
         (tile,) = group.tiles
         num_segments, num_kv_heads, group_size = query.shape[:3]
-        key = self._key_buffer.gather(key_cache.view(-1, *key_cache.shape[2:]), tile.slots, query.dtype)
-        value = self._value_buffer.gather(value_cache.view(-1, *value_cache.shape[2:]), tile.slots, query.dtype)
+        key = self._key_buffer.gather(blocks.key_slots, tile.slots, query.dtype)
+        value = self._value_buffer.gather(blocks.value_slots, tile.slots, query.dtype)
         key = key.view(num_segments, -1, *key.shape[1:]).transpose(1, 2)  # [S, Hkv, W, D]
         value = value.view(num_segments, -1, *value.shape[1:]).transpose(1, 2)
         if group.is_causal:
@@ -102,8 +99,7 @@ class TorchBackend(AttentionBackend):
     def _attend_tiles(
         self,
         query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
+        blocks: KVBlocks,
         group: Group,
         params: AttentionParams,
     ) -> torch.Tensor:
@@ -118,13 +114,13 @@ class TorchBackend(AttentionBackend):
         else:
             highest = scaled.new_full((*scaled.shape[:3], 1), LOWEST_SCORE)
             total = torch.zeros_like(highest)
-        out = scaled.new_zeros(*scaled.shape[:3], value_cache.shape[-1])
+        out = scaled.new_zeros(*scaled.shape[:3], blocks.values.shape[-1])
 
         for tile in group.tiles:
             self.num_calls += 1
             rows = tile.head_rows(num_kv_heads, num_segments)
-            key = self._key_buffer.gather(key_cache.view(-1, key_cache.shape[3]), rows, dtype)
-            value = self._value_buffer.gather(value_cache.view(-1, value_cache.shape[3]), rows, dtype)
+            key = self._key_buffer.gather(blocks.keys.view(-1, blocks.keys.shape[3]), rows, dtype)
+            value = self._value_buffer.gather(blocks.values.view(-1, blocks.values.shape[3]), rows, dtype)
             key = key.view(num_segments, num_kv_heads, -1, key.shape[-1])
             value = value.view(num_segments, num_kv_heads, -1, value.shape[-1])
             scores = scaled @ key.transpose(2, 3)

@@ -123,7 +123,7 @@ def test_keys_and_values_stored_in_another_type() -> None:
     config = PagedConfig(k_dtype="bfloat16", v_dtype=torch.float16, num_blocks=64, block_size=8)  # type: ignore[arg-type]
     engine = PagedEngine(build("llama"), config)
     storage = engine.core.runner.cache.storages[0]  # type: ignore[union-attr]
-    assert (storage.keys.dtype, storage.values.dtype) == (torch.bfloat16, torch.float16)
+    assert (storage.blocks.keys.dtype, storage.blocks.values.dtype) == (torch.bfloat16, torch.float16)
     first = [output.token_ids[0] for output in engine.generate(PROMPTS, max_new_tokens=NEW)]
     assert_equal_tokens(first, [solo(build("llama"), prompt, max_new_tokens=1)[0] for prompt in PROMPTS])
 

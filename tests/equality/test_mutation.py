@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hf_paged import PagedConfig, PagedEngine
-from hf_paged.cache.storage import LayerStorage
 from hf_paged.errors import UnsupportedModelError
+from hf_paged.kernels.kv_blocks import KVBlocks
 from hf_paged.kernels.metadata import AttentionMetadata, AttentionParams
 from hf_paged.kernels.torch_backend import TorchBackend
 from tests import zoo
@@ -96,13 +96,12 @@ def _rows_that_differ(
     def broken(
         self: TorchBackend,
         query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
+        blocks: KVBlocks,
         metadata: AttentionMetadata,
         params: AttentionParams,
     ) -> torch.Tensor:
         calls.append(1)
-        return attend(self, query, key_cache, value_cache, *mutation(metadata, params))
+        return attend(self, query, blocks, *mutation(metadata, params))
 
     settings = PagedConfig(
         block_size=8, num_blocks=128, attention_backend="torch", enable_prefix_caching=False, **config
@@ -111,7 +110,7 @@ def _rows_that_differ(
         # Only now: the engine tries a packed step of its own when it is made, and would refuse.
         patch.setattr(TorchBackend, "attend", broken)
         if write is not None:
-            patch.setattr(LayerStorage, "write", write)
+            patch.setattr(TorchBackend, "write", write)
         ids = [engine.add_request(prompt, max_new_tokens=NEW) for prompt in prompts]
         final = run_to_end(engine, ids)
     assert calls
@@ -152,10 +151,12 @@ def test_a_lost_first_key_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("name", ALL)
 def test_tokens_written_to_the_wrong_slot_are_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = LayerStorage.write
+    write = TorchBackend.write
 
-    def shifted(self: LayerStorage, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        write(self, key, value.roll(1, 0) if len(value) > 1 else value, slot_mapping)
+    def shifted(
+        self: TorchBackend, blocks: KVBlocks, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        write(self, blocks, key, value.roll(1, 0) if len(value) > 1 else value, slot_mapping)
 
     differing = _rows_that_differ(name, monkeypatch, _nothing, PROMPTS, shifted, max_batch_tokens=64)
     assert differing > len(PROMPTS) / 2
@@ -173,12 +174,11 @@ def test_an_engine_refuses_a_model_that_it_would_get_wrong(
     def broken(
         self: TorchBackend,
         query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
+        blocks: KVBlocks,
         metadata: AttentionMetadata,
         params: AttentionParams,
     ) -> torch.Tensor:
-        return attend(self, query, key_cache, value_cache, *mutation(metadata, params))
+        return attend(self, query, blocks, *mutation(metadata, params))
 
     monkeypatch.setattr(TorchBackend, "attend", broken)
     with pytest.raises(UnsupportedModelError, match="packed"):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from hf_paged.kernels.backend import AttentionBackend
+from hf_paged.kernels.kv_blocks import KVBlocks
 from hf_paged.kernels.metadata import AttentionMetadata, AttentionParams
 
 
@@ -19,8 +20,7 @@ class Packed:
     """A step, and the dense K and V that its cache was filled from."""
 
     query: torch.Tensor  # [T, Hq, D]
-    key_cache: torch.Tensor
-    value_cache: torch.Tensor
+    blocks: KVBlocks
     metadata: AttentionMetadata
     params: AttentionParams
     keys: list[torch.Tensor]  # [L, Hkv, D] of each sequence
@@ -29,7 +29,7 @@ class Packed:
     def attend(self, backend: AttentionBackend) -> torch.Tensor:
         """What a backend makes of it, with the plans of other backends forgotten."""
         self.metadata.plans.clear()
-        return backend.attend(self.query, self.key_cache, self.value_cache, self.metadata, self.params)
+        return backend.attend(self.query, self.blocks, self.metadata, self.params)
 
     def tokens_of(self, sequence: int) -> slice:
         """Where a sequence's queries are in the batch."""
@@ -101,13 +101,13 @@ def pack(
     query = normal(num_heads, sum(query_lens), head_dim).to(dtype).transpose(0, 1)
     sinks = normal(num_heads).to(dtype) if with_sinks else None
     params = AttentionParams(head_dim**-0.5, window=window, chunk=chunk, softcap=softcap, sinks=sinks)
-    return Packed(query, key_cache, value_cache, metadata, params, all_keys, all_values)
+    return Packed(query, KVBlocks(key_cache, value_cache), metadata, params, all_keys, all_values)
 
 
 def dense_attention(packed: Packed) -> torch.Tensor:
     """The same step from dense tensors padded to the longest sequence, in float64: independent of any block table."""
     metadata, params = packed.metadata, packed.params
-    num_heads, num_kv_heads = packed.query.shape[1], packed.key_cache.shape[2]
+    num_heads, num_kv_heads = packed.query.shape[1], packed.blocks.keys.shape[2]
     sequences = range(len(metadata.kv_lens))
     query = torch.zeros(len(sequences), num_heads, max(metadata.query_lens), packed.query.shape[2]).double()
     for s in sequences:

@@ -104,8 +104,8 @@ def test_a_sequence_with_nan_spoils_only_itself() -> None:
     packed = pack(decodes([40, 44, 48]))
     clean = packed.attend(TorchBackend())
     blocks = packed.metadata.block_table[1, :2].long()
-    packed.value_cache[blocks] = float("nan")
-    packed.key_cache[blocks] = float("nan")
+    packed.blocks.values[blocks] = float("nan")
+    packed.blocks.keys[blocks] = float("nan")
     spoilt = packed.attend(TorchBackend())
     assert spoilt[1].isnan().all()
     assert torch.equal(spoilt[[0, 2]], clean[[0, 2]])
@@ -114,7 +114,7 @@ def test_a_sequence_with_nan_spoils_only_itself() -> None:
 def test_layers_of_a_step_share_one_plan_per_window() -> None:
     packed = pack(decodes([40, 44]))
     backend = TorchBackend()
-    cache = packed.key_cache, packed.value_cache, packed.metadata
+    cache = packed.blocks, packed.metadata
     backend.attend(packed.query, *cache, packed.params)
     (plan,) = packed.metadata.plans.values()
     backend.attend(packed.query, *cache, with_params(packed, scale=1.0, softcap=3.0).params)
