@@ -6,6 +6,7 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported, and torch.compile imports it
 
 import pytest
 import torch

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_paged import PagedConfig
-from hf_paged.config import FOREIGN_NAMES
+from hf_paged.config import FOREIGN_NAMES, KV_DTYPES
 from hf_paged.errors import ConfigError, PagedError
 
 NAN, INF = float("nan"), float("inf")
@@ -29,8 +29,8 @@ NAN, INF = float("nan"), float("inf")
         ("enable_prefix_caching", [True, False]),
         ("prefix_cache_fraction", [0, 0.0, 0.5, 0.999]),
         ("attention_backend", ["auto", "torch", "reference"]),
-        ("k_dtype", ["auto", "float32", "float16", "bfloat16"]),
-        ("v_dtype", ["auto", "float32", "float16", "bfloat16"]),
+        ("k_dtype", ["auto", "float32", "float16", "bfloat16", "float8_e4m3fn", "int8"]),
+        ("v_dtype", ["auto", "float32", "float16", "bfloat16", "float8_e4m3fn", "int8"]),
     ],
 )
 def test_values_in_range_are_taken_as_they_are(name: str, values: list[Any]) -> None:
@@ -50,8 +50,8 @@ def test_values_in_range_are_taken_as_they_are(name: str, values: list[Any]) -> 
         ("enable_prefix_caching", [None, 0, 1, "yes"], "True or False"),
         ("prefix_cache_fraction", [-0.1, 1, 1.0, 2, NAN], "at least 0 and below 1"),
         ("attention_backend", [None, 3], "the name of a backend"),
-        ("k_dtype", [None, "int8", "fp16", "float64", 16], "one of auto, float32, float16, bfloat16"),
-        ("v_dtype", [None, "int8", "fp16", "float64", 16], "one of auto, float32, float16, bfloat16"),
+        ("k_dtype", [None, "uint8", "fp16", "float64", "fp8_e5m2", 16], f"one of {', '.join(KV_DTYPES)}"),
+        ("v_dtype", [None, "uint8", "fp16", "float64", "fp8_e5m2", 16], f"one of {', '.join(KV_DTYPES)}"),
     ],
 )
 def test_values_out_of_range_name_the_field_and_what_it_takes(name: str, values: list[Any], expected: str) -> None:
@@ -64,8 +64,16 @@ def test_values_out_of_range_name_the_field_and_what_it_takes(name: str, values:
 def test_a_torch_dtype_is_welcome() -> None:
     config = PagedConfig(k_dtype=torch.bfloat16, v_dtype=torch.float16)  # type: ignore[arg-type]
     assert (config.k_dtype, config.v_dtype) == ("bfloat16", "float16")
+    config = PagedConfig(k_dtype=torch.float8_e4m3fn, v_dtype=torch.int8)  # type: ignore[arg-type]
+    assert (config.k_dtype, config.v_dtype) == ("float8_e4m3fn", "int8")
     with pytest.raises(ConfigError, match="k_dtype"):
-        PagedConfig(k_dtype=torch.int8)  # type: ignore[arg-type]
+        PagedConfig(k_dtype=torch.float8_e5m2)  # type: ignore[arg-type]
+
+
+def test_fp8_is_another_spelling_of_one_type() -> None:
+    config = PagedConfig(k_dtype="fp8", v_dtype="fp8")
+    assert config == PagedConfig(k_dtype="float8_e4m3fn", v_dtype="float8_e4m3fn")
+    assert config.with_options(v_dtype="auto").k_dtype == "float8_e4m3fn"
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     Gemma2Config,
     GPT2Config,
@@ -34,6 +35,8 @@ WINDOW = 16
 
 ARCHITECTURES = ("llama", "mistral", "gemma2", "gpt_oss", "qwen3", "gpt2", "mixtral", "phi3")
 WINDOWED = ("mistral", "gemma2", "gpt_oss")
+# Latent attention: what is cached of a token is expanded to K and V by each head.
+LATENT = ("deepseek_v3", "deepseek_v2", "glm4_moe_lite", "minicpm3", "youtu", "longcat_flash", "axk1")
 # What stock's sdpa refuses (softcap) or doesn't know (sinks).
 NEEDS_EAGER = ("gemma2", "gpt_oss")
 
@@ -51,6 +54,23 @@ _SHARED: dict[str, Any] = {
     "eos_token_id": None,
 }
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 2,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+}
+_LATENT_EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
 
 
 def config_of(name: str, **changes: Any) -> PretrainedConfig:
@@ -77,7 +97,14 @@ def config_of(name: str, **changes: Any) -> PretrainedConfig:
         own = {"n_layer": 2, "n_embd": 64, "n_head": 4, "n_inner": 96, "n_positions": 512}
         common = {"vocab_size", "tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id"}
         return GPT2Config(**{key: _SHARED[key] for key in common}, **{**own, **changes})
-    raise ValueError(f"the zoo has no {name!r}; known: {', '.join(ARCHITECTURES)}")
+    if name in LATENT:
+        own = {**_LATENT, **({} if name in ("minicpm3", "youtu") else _LATENT_EXPERTS)}
+        if name == "longcat_flash":  # counts two attention layers in each of its own
+            del own["num_hidden_layers"]
+            own |= {"num_layers": 1, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 32, "zero_expert_num": 2}
+            own |= {"moe_topk": 2, "head_dim": 8}
+        return AutoConfig.for_model(name, **{**headed, **own, **changes})
+    raise ValueError(f"the zoo has no {name!r}; known: {', '.join((*ARCHITECTURES, *LATENT))}")
 
 
 @torch.no_grad()

@@ -3,6 +3,8 @@
     keys    [num_blocks, block_size, num_kv_heads, head_dim]          a block is contiguous, and so is a token in it
     values  [num_blocks, block_size, num_kv_heads, value_head_dim]    slot s is row s of the [num_slots, ...] view
 
+Quantised ones have scales beside them, [num_blocks, block_size, num_kv_heads] float32.
+
 Shapes, types and device come from what a forward hands to `update`, never from the config: autocast, tensor
 parallelism, offload and quantised weights all make the config lie.
 """
@@ -14,7 +16,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from hf_paged.errors import PoolMemoryError
-from hf_paged.kernels.kv_blocks import KVBlocks
+from hf_paged.kernels.kv_blocks import QUANTISED_DTYPES, KVBlocks
+
+_SCALE_DTYPE = torch.float32
 
 
 @dataclass(frozen=True)
@@ -44,9 +48,14 @@ class KVSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one token takes in this layer, K and V together."""
-        key_bytes = self.num_key_heads * self.key_head_dim * self.key_dtype.itemsize
-        return key_bytes + self.num_value_heads * self.value_head_dim * self.value_dtype.itemsize
+        """Bytes that one token takes in this layer, K and V and their scales together."""
+        key_bytes = self.num_key_heads * _head_bytes(self.key_head_dim, self.key_dtype)
+        return key_bytes + self.num_value_heads * _head_bytes(self.value_head_dim, self.value_dtype)
+
+
+def _head_bytes(head_dim: int, dtype: torch.dtype) -> int:
+    scale_bytes = _SCALE_DTYPE.itemsize if dtype in QUANTISED_DTYPES else 0
+    return head_dim * dtype.itemsize + scale_bytes
 
 
 class LayerStorage:
@@ -72,15 +81,9 @@ class LayerStorage:
         try:
             # A tensor born in inference mode may not be written to later under no_grad, so it is born outside.
             with torch.inference_mode(False):
-                keys = torch.empty(
-                    (num_blocks, self.block_size, spec.num_key_heads, spec.key_head_dim),
-                    dtype=spec.key_dtype,
-                    device=spec.device,
-                )
-                values = torch.empty(
-                    (num_blocks, self.block_size, spec.num_value_heads, spec.value_head_dim),
-                    dtype=spec.value_dtype,
-                    device=spec.device,
+                keys, key_scales = self._empty(num_blocks, spec.num_key_heads, spec.key_head_dim, spec.key_dtype)
+                values, value_scales = self._empty(
+                    num_blocks, spec.num_value_heads, spec.value_head_dim, spec.value_dtype
                 )
         except (RuntimeError, MemoryError) as error:  # torch's CPU allocator raises a plain RuntimeError
             needed = num_blocks * self.block_size * spec.bytes_per_token
@@ -89,7 +92,16 @@ class LayerStorage:
                 f"{self.block_size} tokens on {spec.device}, which can't be allocated; "
                 "lower PagedConfig.num_blocks or memory_fraction."
             ) from error
-        return KVBlocks(keys, values)
+        return KVBlocks(keys, values, key_scales, value_scales)
+
+    def _empty(
+        self, num_blocks: int, num_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        shape, device = (num_blocks, self.block_size, num_heads), self.spec.device
+        tensor = torch.empty((*shape, head_dim), dtype=dtype, device=device)
+        if dtype not in QUANTISED_DTYPES:
+            return tensor, None
+        return tensor, torch.empty(shape, dtype=_SCALE_DTYPE, device=device)
 
     def grow(self, num_blocks: int) -> None:
         """Makes room for `num_blocks` in all, keeping the content of those there are."""

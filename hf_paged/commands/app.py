@@ -135,3 +135,31 @@ def generate(
         max_batch_tokens=max_batch_tokens,
     )
     raise typer.Exit(run_generate(options))
+
+
+kernels = typer.Typer(help="Look into the Triton kernels.", no_args_is_help=True)
+app.add_typer(kernels, name="kernels")
+
+
+@kernels.callback()
+def _kernels() -> None:
+    """Look into the Triton kernels."""
+
+
+@kernels.command("compile")
+def compile_kernels(
+    targets: Annotated[
+        str, typer.Option(metavar="NAMES", help="GPU architectures, with commas between.")
+    ] = "sm_80,sm_90,sm_100,gfx942",
+    json_file: Annotated[
+        Optional[Path], typer.Option("--json", metavar="FILE", help="Write the numbers to a file.")
+    ] = None,
+) -> None:
+    """Compile every kernel; no GPU is needed.
+
+    A table a target: registers, spills, shared memory, occupancy, matrix instructions. Exit code 1 if a kernel spills
+    or lacks its matrix instruction.
+    """
+    from hf_paged.commands.kernels import run_compile
+
+    raise typer.Exit(run_compile(targets, json_file))

@@ -69,8 +69,8 @@ def pack(output: SchedulerOutput, block_size: int, num_groups: int, device: torc
                 block_table=torch.from_numpy(table).to(device, non_blocking=True),
                 slot_mapping=torch.from_numpy(slots).to(device, non_blocking=True),
                 block_size=block_size,
-                query_lens=tuple(lens.tolist()),
-                kv_lens=tuple(seq_lens.tolist()),
+                query_lens=tuple(lens.tolist()),  # host: a numpy array
+                kv_lens=tuple(seq_lens.tolist()),  # host: a numpy array
             )
         )
     keep, rows = _logits_rows(scheduled, query_start)
@@ -96,7 +96,8 @@ def _logits_rows(
     scheduled: SequenceOf[ScheduledSequence], query_start: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], tuple[LogitsRows, ...]]:
     keep, rows, total = [], [], 0
-    for item, start, stop in zip(scheduled, query_start[:-1].tolist(), query_start[1:].tolist(), strict=True):
+    bounds = query_start.tolist()  # host: a numpy array
+    for item, start, stop in zip(scheduled, bounds, bounds[1:], strict=False):
         sequence = item.sequence
         request = sequence.request
         in_prompt = request.wants_prompt_logprobs and sequence.num_computed_tokens < request.num_prompt_tokens

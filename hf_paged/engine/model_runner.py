@@ -13,7 +13,7 @@ from hf_paged.cache.layout import CacheLayout
 from hf_paged.cache.step_cache import StepCache
 from hf_paged.cache.storage import KVSpec, LayerStorage
 from hf_paged.compat import CACHE_KEYWORD
-from hf_paged.config import PagedConfig
+from hf_paged.config import QUANTISED_KV_DTYPES, PagedConfig
 from hf_paged.engine.attention_swap import model_lock, paged_attention, switchable_configs
 from hf_paged.engine.batch import LogitsRows, PackedBatch, pack
 from hf_paged.engine.probe import accepts_logits_to_keep, probe_layout
@@ -64,12 +64,26 @@ class ModelRunner:
         """Bytes of one token in all layers of a group, as stored."""
         return sum(self.stored_spec(index).bytes_per_token for index in self.layout.group_layers(group))
 
-    def stored_spec(self, layer_idx: int) -> KVSpec:
-        """What the pool holds of a layer: the model's shapes, the config's types."""
-        return self.layout.layers[layer_idx].spec.stored_as(self._config.k_dtype, self._config.v_dtype)
+    def stored_spec(self, layer_idx: int, *, quantised: bool = True) -> KVSpec:
+        """What the pool holds of a layer: the model's shapes, the config's types.
 
-    def allocate_pool(self, allocator: BlockAllocator, num_blocks: int) -> None:
+        Args:
+            layer_idx: a layer of the layout.
+            quantised: False keeps the model's types where the config asks for quantised ones.
+        """
+        k_dtype, v_dtype = (
+            "auto" if name in QUANTISED_KV_DTYPES and not quantised else name
+            for name in (self._config.k_dtype, self._config.v_dtype)
+        )
+        return self.layout.layers[layer_idx].spec.stored_as(k_dtype, v_dtype)
+
+    def allocate_pool(self, allocator: BlockAllocator, num_blocks: int, *, quantised: bool = True) -> None:
         """Makes the block tensors for `num_blocks` blocks of full context, or makes them larger.
+
+        Args:
+            allocator: knows how many blocks of each group that is.
+            num_blocks: blocks of full context.
+            quantised: see `stored_spec`; for a pool that is made.
 
         Raises:
             PoolMemoryError: they don't fit; what was there stays usable.
@@ -77,7 +91,9 @@ class ModelRunner:
         sizes = [allocator.group_blocks(group, num_blocks) for group in self.layout.groups]
         if self.cache is None:
             storages = {
-                index: LayerStorage(self.stored_spec(index), sizes[layer.group], allocator.block_size)
+                index: LayerStorage(
+                    self.stored_spec(index, quantised=quantised), sizes[layer.group], allocator.block_size
+                )
                 for index, layer in self.layout.layers.items()
             }
             self.cache = StepCache(self.layout, storages, self.backend)

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hf_paged.cache.layout import AttentionSpan, CacheLayout
+from hf_paged.cache.layout import AttentionSpan, CacheLayer, CacheLayout
 from hf_paged.cache.step_cache import TaggingCache
 from hf_paged.cache.storage import KVSpec
 from hf_paged.compat import CACHE_KEYWORD
 from hf_paged.engine.attention_swap import paged_attention
 from hf_paged.errors import PagedError, UnsupportedModelError
-from hf_paged.kernels.metadata import PackedStep, packed_step
+from hf_paged.kernels.metadata import PackedStep, current_step, packed_step
 
 _PROBE_TOKENS = 2
 
@@ -44,7 +44,14 @@ class _ProbeCache(TaggingCache):
         if layer_idx in self.specs:
             raise UnsupportedModelError(f"Layer {layer_idx} updates its cache twice in one forward.")
         self.specs[layer_idx] = KVSpec.of(key_states, value_states)
+        step = current_step()
+        assert step is not None
+        step.updated.append(layer_idx)
         return self.tag(key_states, layer_idx), value_states
+
+    def layer(self, layer_idx: int) -> CacheLayer:
+        """What is known of a layer before it attends: its spec."""
+        return CacheLayer(self.specs[layer_idx], AttentionSpan(), 0)
 
 
 class _Probe:
@@ -64,7 +71,7 @@ class _Probe:
         """Notes which layer's keys are read, and how far back."""
         cache, layer_idx = getattr(key, "_paged", (None, -1))
         if cache is not self._cache:
-            raise UnsupportedModelError("Its keys change between the cache and attention, as latent attention's do.")
+            raise UnsupportedModelError("Its keys change between the cache and attention.")
         if options.get("is_causal") is False:
             raise UnsupportedModelError("Its attention is not causal.")
         span = self._span(mask, options.get("sliding_window"))

@@ -15,6 +15,7 @@ import torch
 from hf_paged.cache.block_table import RELEASED
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.cache.step_cache import StepCache
+from hf_paged.kernels.quantise import dequantise, raw_bytes
 from hf_paged.request import Sequence, SequenceState
 
 
@@ -39,9 +40,10 @@ def copy_rows(pool: StepCache, config: object, sequences: SequenceOf[Sequence]) 
     with torch.no_grad():
         for layer_idx, storage in sorted(pool.storages.items()):
             rows = slots[pool.layer(layer_idx).group].to(storage.spec.device)
-            key, value = (_dense(tensor, rows) for tensor in (storage.blocks.keys, storage.blocks.values))
-            spec = pool.layer(layer_idx).spec
-            cache.update(key.to(spec.key_dtype), value.to(spec.value_dtype), layer_idx)
+            blocks, spec = storage.blocks, pool.layer(layer_idx).spec
+            key = _dense(blocks.key_slots, blocks.key_scale_slots, rows, spec.key_dtype)
+            value = _dense(blocks.value_slots, blocks.value_scale_slots, rows, spec.value_dtype)
+            cache.update(key, value, layer_idx)
     return cache
 
 
@@ -58,7 +60,8 @@ def _slots(sequences: SequenceOf[Sequence], group: int, width: int, block_size: 
     return torch.from_numpy(slots)
 
 
-def _dense(tensor: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    # [num_blocks, block_size, H, D] and [B, L] -> [B, H, L, D]
-    rows = tensor.flatten(0, 1)[slots.clamp_min(0)]
+def _dense(stored: torch.Tensor, scales: torch.Tensor | None, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    # [num_slots, H, D], [num_slots, H] and [B, L] -> [B, H, L, D]
+    index = slots.clamp_min(0)
+    rows = dequantise(raw_bytes(stored)[index].view(stored.dtype), None if scales is None else scales[index], dtype)
     return rows.masked_fill((slots == RELEASED)[..., None, None], 0).transpose(1, 2)

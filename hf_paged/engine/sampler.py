@@ -45,7 +45,7 @@ def choose(rows: list[SamplerRow], logits: torch.Tensor) -> list[Choice]:
     errors: dict[int, Exception] = {}
     for members in _groups(rows).values():
         _choose_group(rows, members, logits, tokens, is_bad, errors)
-    ids, bad = torch.stack((tokens, is_bad)).tolist()  # the step's one wait for the device
+    ids, bad = torch.stack((tokens, is_bad)).tolist()  # wait: the only one of a step
     for index in [index for index, flag in enumerate(bad) if flag]:
         errors[index] = NonFiniteLogitsError(
             "The model, or a logits processor, gave this request NaN scores or left it no token to draw."
@@ -124,8 +124,9 @@ def _logprobs(rows: list[SamplerRow], logits: torch.Tensor, ids: list[int]) -> d
 def token_logprobs(logits: torch.Tensor, token_ids: list[int], counts: list[int]) -> list[TokenLogprobs]:
     """Log probabilities of given tokens and of the `counts[i]` likeliest ones of each row of `logits` [R, vocab]."""
     logprobs = logits.log_softmax(dim=-1)
-    chosen = logprobs.gather(1, torch.tensor(token_ids, device=logits.device)[:, None]).squeeze(1).tolist()
-    values, indices = (item.tolist() for item in logprobs.topk(max(counts, default=0), dim=-1))
+    ids = torch.tensor(token_ids, device=logits.device)
+    chosen = logprobs.gather(1, ids[:, None]).squeeze(1).tolist()  # wait: asked for
+    values, indices = (item.tolist() for item in logprobs.topk(max(counts, default=0), dim=-1))  # wait: the same
     return [
         TokenLogprobs(token, value, tuple(zip(top_ids[:count], top[:count], strict=True)))
         for token, value, count, top, top_ids in zip(token_ids, chosen, counts, values, indices, strict=True)

@@ -2,7 +2,8 @@
 
 A model may depend on something that packing hides: positions it counts itself, a bias of its own, a frequency chosen
 from the longest sequence in the batch. None of this raises. So two short prompts are run both ways before the first
-request, in a pool of a few blocks that is thrown away.
+request, in a pool of a few blocks that is thrown away. It is never quantised: what rounding K and V costs would hide
+what packing does, and packing is the same whatever the pool holds.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def check_packed_step(runner: ModelRunner, model: Any, config: PagedConfig) -> N
 
 def _rounds(runner: ModelRunner, model: Any) -> bool:
     # whether weights, K, V or what autocast makes of them are of a half type
-    specs = [runner.stored_spec(index) for index in runner.layout.layers]
+    specs = [runner.stored_spec(index, quantised=False) for index in runner.layout.layers]
     types = {model.dtype, *(spec.key_dtype for spec in specs), *(spec.value_dtype for spec in specs)}
     return any(dtype.itemsize < 4 for dtype in types) or torch.is_autocast_enabled(runner.device.type)
 
@@ -71,7 +72,7 @@ def _packed_logits(runner: ModelRunner, config: PagedConfig, prompts: list[list[
         enable_prefix_caching=False,
     )
     first, second = (Request(f"check-{index}", prompt, 1).sequences[0] for index, prompt in enumerate(prompts))
-    runner.allocate_pool(allocator, allocator.num_blocks)
+    runner.allocate_pool(allocator, allocator.num_blocks, quantised=False)
     try:
         _run(runner, allocator, [(first, 3)])  # the first prompt's second chunk shares a step with the second prompt
         return _run(runner, allocator, [(first, 2), (second, 3)])

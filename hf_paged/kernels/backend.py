@@ -11,6 +11,7 @@ import torch
 from hf_paged.kernels.kv_blocks import KVBlocks
 from hf_paged.kernels.metadata import AttentionMetadata, AttentionParams
 from hf_paged.kernels.torch_cache import copy_blocks, write_slots
+from hf_paged.kernels.torch_latent import latent_attention
 
 
 class AttentionBackend(ABC):
@@ -24,6 +25,9 @@ class AttentionBackend(ABC):
 
     auto_priority: ClassVar[int | None] = None
     """"auto" takes the highest one that can run; None: only when asked for by name."""
+
+    auto_device_types: ClassVar[tuple[str, ...] | None] = None
+    """Device types that "auto" considers it for; None: all that it can run on."""
 
     def __init__(self) -> None:
         self.num_calls = 0
@@ -68,6 +72,38 @@ class AttentionBackend(ABC):
         Returns:
             `[T, Hq, Dv]` in the query's dtype.
         """
+
+    def attend_latent(
+        self,
+        query_latent: torch.Tensor,
+        query_rope: torch.Tensor,
+        blocks: KVBlocks,
+        metadata: AttentionMetadata,
+        params: AttentionParams,
+    ) -> torch.Tensor:
+        """Attends to compressed keys and values, which all heads share, for every token of a packed step.
+
+        A cached token is a latent c of R numbers in `keys` and a rotary key r of P numbers in `values`:
+
+            scores   scale * (query_latent . c + query_rope . r)
+            result   the softmax's mean of c
+
+        Which keys a query sees, softcap, sinks and slots that may hold anything: as in `attend`.
+
+        Args:
+            query_latent: `[T, H, R]`, in any layout.
+            query_rope: `[T, H, P]`, in any layout and the same dtype.
+            blocks: `keys` `[num_blocks, block_size, 1, R]` and `values` `[num_blocks, block_size, 1, P]`, in any
+                floating dtype or quantised.
+            metadata: lengths and block table of the step.
+            params: scale, window, chunk, softcap and sinks of this layer.
+
+        Returns:
+            `[T, H, R]` in the query's dtype.
+        """
+        out, num_passes = latent_attention(query_latent, query_rope, blocks, metadata, params)
+        self.num_calls += num_passes
+        return out
 
     def write(self, blocks: KVBlocks, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Stores new tokens of one layer.

@@ -1,6 +1,7 @@
 """The functions that Transformers calls under the name "hf_paged": attention, and the mask that goes with it.
 
 in a packed step   tagged keys   -> the cache's backend, on blocks
+                   latents       -> the same, on the compressed cache: the keys that arrive were expanded from it
                    anything else -> an error: falling back would mix the packed sequences
 outside of one                   -> what the model had before the swap; where "hf_paged" is the user's own choice,
                                     the same as sdpa, or as the model's eager code for softcap and sinks
@@ -17,7 +18,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_paged.errors import PackedStepError
+from hf_paged.errors import PackedStepError, UnsupportedModelError
+from hf_paged.kernels.absorbed import UP_PROJECTION, LatentCall, absorb
 from hf_paged.kernels.metadata import AttentionParams, PackedStep, current_step
 from hf_paged.kernels.swapped import ATTENTION_NAME, own_implementation
 
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
 
 # The names that models give to a position bias of their own, which a block pool knows nothing of.
 _BIASES = ("position_bias", "alibi")
+
+# The keyword by which sparse attention says which keys each query may see.
+_SELECTED = "indices"
 
 
 def paged_attention_forward(
@@ -49,6 +54,7 @@ def paged_attention_forward(
     step = current_step()
     if step is None:
         return _plain_attention(module, query, key, value, attention_mask, scaling, dropout, options)
+    latent = _latent_call(step, module, query, key, value, options)
     if step.probe is not None:
         step.probe.saw_attention(key, attention_mask, options)
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
@@ -56,19 +62,45 @@ def paged_attention_forward(
     storage = cache.storages[layer_idx]
     layer = cache.layer(layer_idx)
     step.attended.append(layer_idx)
-    output = cache.backend.attend(
-        query[0].transpose(0, 1),
-        storage.blocks,
-        step.metadata(layer.group, storage.spec.device),
-        AttentionParams(
-            scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-            window=layer.span.window,
-            chunk=layer.span.chunk,
-            softcap=options.get("softcap"),
-            sinks=options.get("s_aux"),
-        ),
+    metadata = step.metadata(layer.group, storage.spec.device)
+    params = AttentionParams(
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=layer.span.window,
+        chunk=layer.span.chunk,
+        softcap=options.get("softcap"),
+        sinks=options.get("s_aux"),
     )
+    if latent is not None:
+        output = latent.attend(query[0], cache.backend, storage.blocks, metadata, params)
+    else:
+        output = cache.backend.attend(query[0].transpose(0, 1), storage.blocks, metadata, params)
     return output.unsqueeze(0), None
+
+
+def _latent_call(
+    step: PackedStep,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    options: dict[str, Any],
+) -> LatentCall | None:
+    """Recognises keys that a latent attention module expanded from what it cached last, and tags them as that layer's.
+
+    Whether they are nothing but expanded is what the model's check against itself proves.
+    """
+    waiting = step.updated[-1] if step.updated else None
+    if hasattr(key, "_paged") or waiting is None or waiting in step.attended or not hasattr(module, UP_PROJECTION):
+        return None
+    cache = cast("StepCache", step.cache)
+    call: LatentCall | str = "its attention is to selected keys only"
+    if options.get(_SELECTED) is None:
+        call = absorb(module, query, key, value, cache.layer(waiting).spec)
+    if isinstance(call, str):
+        reason = f"Its latent attention can't run on the compressed cache: {call}."
+        raise UnsupportedModelError(reason) if step.probe is not None else PackedStepError(reason)
+    cache.tag(key, waiting)
+    return call
 
 
 def _tag(

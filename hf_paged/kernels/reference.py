@@ -7,6 +7,8 @@ import torch
 from hf_paged.kernels.backend import AttentionBackend
 from hf_paged.kernels.kv_blocks import KVBlocks
 from hf_paged.kernels.metadata import AttentionMetadata, AttentionParams
+from hf_paged.kernels.quantise import dequantise, raw_bytes
+from hf_paged.kernels.reference_latent import reference_latent_attention
 
 
 class ReferenceBackend(AttentionBackend):
@@ -57,8 +59,8 @@ class ReferenceBackend(AttentionBackend):
         visible = see(query_positions[:, None], key_positions[None, :], params)
 
         slots = block_table[key_positions // block_size].long() * block_size + key_positions % block_size
-        key = blocks.key_slots[slots].double().repeat_interleave(group_size, dim=1)
-        value = blocks.value_slots[slots].double().repeat_interleave(group_size, dim=1)
+        key = _gather(blocks.key_slots, blocks.key_scale_slots, slots).repeat_interleave(group_size, dim=1)
+        value = _gather(blocks.value_slots, blocks.value_scale_slots, slots).repeat_interleave(group_size, dim=1)
 
         scores = torch.einsum("qhd,khd->hqk", query.double(), key) * params.scale
         if params.softcap is not None:
@@ -70,6 +72,24 @@ class ReferenceBackend(AttentionBackend):
         else:
             probabilities = scores.softmax(dim=-1)
         return torch.einsum("hqk,khd->qhd", probabilities, value).to(query.dtype)
+
+    def attend_latent(
+        self,
+        query_latent: torch.Tensor,
+        query_rope: torch.Tensor,
+        blocks: KVBlocks,
+        metadata: AttentionMetadata,
+        params: AttentionParams,
+    ) -> torch.Tensor:
+        """See `AttentionBackend.attend_latent`."""
+        self.num_calls += 1
+        return reference_latent_attention(query_latent, query_rope, blocks, metadata, params)
+
+
+def _gather(rows: torch.Tensor, scales: torch.Tensor | None, slots: torch.Tensor) -> torch.Tensor:
+    """rows `[num_slots, H, D]` of any storage type at slots `[L]` -> `[L, H, D]` float64."""
+    gathered = raw_bytes(rows)[slots].view(rows.dtype)
+    return dequantise(gathered, None if scales is None else scales[slots], torch.float64)
 
 
 def see(query_positions: torch.Tensor, key_positions: torch.Tensor, params: AttentionParams) -> torch.Tensor:

@@ -10,6 +10,7 @@ from hf_paged.errors import ConfigError, nearest
 from hf_paged.kernels.backend import AttentionBackend
 from hf_paged.kernels.reference import ReferenceBackend
 from hf_paged.kernels.torch_backend import TorchBackend
+from hf_paged.kernels.triton.backend import TritonBackend
 
 _backends: dict[str, type[AttentionBackend]] = {}
 
@@ -55,7 +56,13 @@ def resolve_backend(name: str, device: torch.device | str) -> AttentionBackend:
     device = torch.device(device)
     reasons = available_backends(device)
     if name == "auto":
-        candidates = [cls for cls in _backends.values() if cls.auto_priority is not None and reasons[cls.name] is None]
+        candidates = [
+            cls
+            for cls in _backends.values()
+            if cls.auto_priority is not None
+            and device.type in (cls.auto_device_types or (device.type,))
+            and reasons[cls.name] is None
+        ]
         if not candidates:
             raise ConfigError(f"No attention backend can run on {device}; move the model to another device.")
         return max(candidates, key=lambda cls: cls.auto_priority or 0)()
@@ -69,5 +76,6 @@ def resolve_backend(name: str, device: torch.device | str) -> AttentionBackend:
     return _backends[name]()
 
 
+register_backend(TritonBackend)
 register_backend(TorchBackend)
 register_backend(ReferenceBackend)

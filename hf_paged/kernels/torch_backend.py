@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from hf_paged.kernels.backend import AttentionBackend
 from hf_paged.kernels.kv_blocks import KVBlocks
 from hf_paged.kernels.metadata import AttentionMetadata, AttentionParams
+from hf_paged.kernels.quantise import E4M3_HALF_FACTOR, e4m3_as_half, raw_bytes
+from hf_paged.kernels.torch_latent import latent_attention
 from hf_paged.kernels.torch_plan import Group, plan_of
 
 # Below any score, and finite: a query that sees nothing of a tile must not meet -inf - -inf.
@@ -82,8 +84,8 @@ class TorchBackend(AttentionBackend):
         self.num_calls += 1
         (tile,) = group.tiles
         num_segments, num_kv_heads, group_size = query.shape[:3]
-        key = self._key_buffer.gather(blocks.key_slots, tile.slots, query.dtype)
-        value = self._value_buffer.gather(blocks.value_slots, tile.slots, query.dtype)
+        key = self._key_buffer.gather(blocks.key_slots, blocks.key_scale_slots, tile.slots, query.dtype)
+        value = self._value_buffer.gather(blocks.value_slots, blocks.value_scale_slots, tile.slots, query.dtype)
         key = key.view(num_segments, -1, *key.shape[1:]).transpose(1, 2)  # [S, Hkv, W, D]
         value = value.view(num_segments, -1, *value.shape[1:]).transpose(1, 2)
         if group.is_causal:
@@ -119,8 +121,8 @@ class TorchBackend(AttentionBackend):
         for tile in group.tiles:
             self.num_calls += 1
             rows = tile.head_rows(num_kv_heads, num_segments)
-            key = self._key_buffer.gather(blocks.keys.view(-1, blocks.keys.shape[3]), rows, dtype)
-            value = self._value_buffer.gather(blocks.values.view(-1, blocks.values.shape[3]), rows, dtype)
+            key = self._key_buffer.gather(*_by_head(blocks.keys, blocks.key_scales), rows, dtype)
+            value = self._value_buffer.gather(*_by_head(blocks.values, blocks.value_scales), rows, dtype)
             key = key.view(num_segments, num_kv_heads, -1, key.shape[-1])
             value = value.view(num_segments, num_kv_heads, -1, value.shape[-1])
             scores = scaled @ key.transpose(2, 3)
@@ -136,10 +138,36 @@ class TorchBackend(AttentionBackend):
             highest = new_highest
         return _unfold(out.div_(total).to(query.dtype), group_size)
 
+    def attend_latent(
+        self,
+        query_latent: torch.Tensor,
+        query_rope: torch.Tensor,
+        blocks: KVBlocks,
+        metadata: AttentionMetadata,
+        params: AttentionParams,
+    ) -> torch.Tensor:
+        """See `AttentionBackend.attend_latent`."""
+        out, num_passes = latent_attention(query_latent, query_rope, blocks, metadata, params, self._read_latents)
+        self.num_calls += num_passes
+        return out
+
+    def _read_latents(
+        self, blocks: KVBlocks, slots: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return (
+            self._key_buffer.gather(blocks.key_slots, blocks.key_scale_slots, slots, dtype),
+            self._value_buffer.gather(blocks.value_slots, blocks.value_scale_slots, slots, dtype),
+        )
+
 
 def _unfold(folded: torch.Tensor, group_size: int) -> torch.Tensor:
     """`[S, Hkv, G * Q, X]` -> `[S, Hkv, G, Q, X]`, a view."""
     return folded.view(*folded.shape[:2], group_size, -1, folded.shape[3])
+
+
+def _by_head(blocks: torch.Tensor, scales: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`[num_blocks, block_size, H, D]` and its scales as `[num_slots * H, D]` and `[num_slots * H]`, views."""
+    return blocks.view(-1, blocks.shape[3]), None if scales is None else scales.view(-1)
 
 
 class _GatherBuffer:
@@ -152,8 +180,23 @@ class _GatherBuffer:
     def __init__(self) -> None:
         self._held: dict[torch.dtype, torch.Tensor] = {}
 
-    def gather(self, rows: torch.Tensor, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """rows `[N, ...]`, index `[M]` -> `[M, ...]` in `dtype`, valid until the next call."""
+    def gather(
+        self, rows: torch.Tensor, scales: torch.Tensor | None, index: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """rows `[N, ..., D]`, scales `[N, ...]` or None, index `[M]` -> `[M, ..., D]`, valid until the next call."""
+        if scales is not None:
+            raw = self._gather(raw_bytes(rows), index, torch.uint8)
+            factors = scales.index_select(0, index).unsqueeze(-1)
+            if raw.device.type != "cpu":
+                return raw.view(rows.dtype).to(dtype).mul_(factors)
+            stored = raw.view(rows.dtype)
+            if rows.dtype == torch.float8_e4m3fn:
+                stored = e4m3_as_half(raw, self._empty(raw.shape, torch.int16))
+                factors *= E4M3_HALF_FACTOR
+            return self._empty(raw.shape, dtype).copy_(stored).mul_(factors)
+        return self._gather(rows, index, dtype)
+
+    def _gather(self, rows: torch.Tensor, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if rows.device.type != "cpu":
             return rows.index_select(0, index).to(dtype)
         shape = (index.shape[0], *rows.shape[1:])

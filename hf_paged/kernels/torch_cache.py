@@ -7,12 +7,24 @@ from collections.abc import Sequence
 import torch
 
 from hf_paged.kernels.kv_blocks import KVBlocks
+from hf_paged.kernels.quantise import quantise, raw_bytes
 
 
 def write_slots(blocks: KVBlocks, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     """Stores new tokens: key `[T, H, D]`, value `[T, H, Dv]`, slot_mapping `[T]` int64."""
-    blocks.key_slots.index_copy_(0, slot_mapping, key.to(blocks.keys.dtype))
-    blocks.value_slots.index_copy_(0, slot_mapping, value.to(blocks.values.dtype))
+    _write(blocks.key_slots, blocks.key_scale_slots, key, slot_mapping)
+    _write(blocks.value_slots, blocks.value_scale_slots, value, slot_mapping)
+
+
+def _write(
+    slots: torch.Tensor, scale_slots: torch.Tensor | None, new: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    if scale_slots is None:
+        slots.index_copy_(0, slot_mapping, new.to(slots.dtype))
+        return
+    stored, scales = quantise(new, slots.dtype)
+    raw_bytes(slots).index_copy_(0, slot_mapping, raw_bytes(stored))
+    scale_slots.index_copy_(0, slot_mapping, scales)
 
 
 def copy_blocks(layers: Sequence[KVBlocks], copies: Sequence[tuple[int, int]]) -> None:
@@ -23,5 +35,5 @@ def copy_blocks(layers: Sequence[KVBlocks], copies: Sequence[tuple[int, int]]) -
         if device not in pairs:
             pairs[device] = torch.tensor(copies, dtype=torch.int64, device=device).unbind(1)
         source, destination = pairs[device]
-        for tensor in blocks.tensors:
+        for tensor in map(raw_bytes, blocks.tensors):
             tensor.index_copy_(0, destination, tensor.index_select(0, source))

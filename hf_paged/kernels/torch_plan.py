@@ -164,7 +164,8 @@ def _group(segments: _Segments) -> Iterator[IntArray]:
     num_queries = segments.num_queries
     query_class = np.ceil(np.log2(np.maximum(num_queries, SHORT_QUERIES))).astype(np.int64) * (num_queries > 1)
     order = np.lexsort((-segments.num_keys, query_class))  # decodes first, the longest of a class first
-    rows = zip(query_class[order].tolist(), num_queries[order].tolist(), segments.num_keys[order].tolist(), strict=True)
+    columns = (query_class, num_queries, segments.num_keys)
+    rows = zip(*(column[order].tolist() for column in columns), strict=True)  # host: numpy arrays
     begin = group_class = longest = widest = num_keys = 0
     for end, (cls, queries, keys) in enumerate(rows):
         size = end + 1 - begin

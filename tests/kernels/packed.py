@@ -1,7 +1,8 @@
 """Packed batches over a scattered, poisoned cache.
 
 Every slot that no query may read is NaN: block 0 (which freed table entries point at), the tails of last blocks, blocks
-that nobody owns, and, with a window or a chunk, the keys that lie before the first one seen.
+that nobody owns, and, with a window or a chunk, the keys that lie before the first one seen. Where K or V are
+quantised, so are their scales, which is what poisons int8.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from hf_paged.kernels.backend import AttentionBackend
-from hf_paged.kernels.kv_blocks import KVBlocks
+from hf_paged.kernels.kv_blocks import QUANTISED_DTYPES, KVBlocks
 from hf_paged.kernels.metadata import AttentionMetadata, AttentionParams
+from hf_paged.kernels.quantise import dequantise, quantise, raw_bytes
 
 
 @dataclass
@@ -23,7 +25,7 @@ class Packed:
     blocks: KVBlocks
     metadata: AttentionMetadata
     params: AttentionParams
-    keys: list[torch.Tensor]  # [L, Hkv, D] of each sequence
+    keys: list[torch.Tensor]  # [L, Hkv, D] of each sequence; what its blocks hold, dequantised
     values: list[torch.Tensor]  # [L, Hkv, Dv]
 
     def attend(self, backend: AttentionBackend) -> torch.Tensor:
@@ -64,18 +66,14 @@ def pack(
 
     block_counts = [-(-keys // block_size) for _, keys in lengths]
     num_blocks = 1 + sum(block_counts) + 5
-    key_cache = torch.full((num_blocks, block_size, num_kv_heads, head_dim), float("nan"), dtype=key_dtype or dtype)
-    value_cache = torch.full(
-        (num_blocks, block_size, num_kv_heads, value_dim), float("nan"), dtype=value_dtype or dtype
-    )
+    key_cache = PoisonedCache((num_blocks, block_size, num_kv_heads, head_dim), key_dtype or dtype)
+    value_cache = PoisonedCache((num_blocks, block_size, num_kv_heads, value_dim), value_dtype or dtype)
     ids = (1 + torch.randperm(num_blocks - 1, generator=random)).tolist()
     block_table = torch.zeros(len(lengths), max(block_counts) + 2, dtype=torch.int32)
     all_keys, all_values = [], []
     for row, (num_queries, num_keys) in enumerate(lengths):
-        keys = normal(num_keys, num_kv_heads, head_dim).to(key_cache.dtype)
-        values = normal(num_keys, num_kv_heads, value_dim).to(value_cache.dtype)
-        all_keys.append(keys)
-        all_values.append(values)
+        keys = normal(num_keys, num_kv_heads, head_dim)
+        values = normal(num_keys, num_kv_heads, value_dim)
         first_query = num_keys - num_queries
         first_seen = max(
             0 if window is None else first_query - window + 1, 0 if chunk is None else first_query // chunk * chunk, 0
@@ -83,9 +81,9 @@ def pack(
         for logical in range(first_seen // block_size, block_counts[row]):
             block_table[row, logical] = ids.pop()
         positions = torch.arange(first_seen, num_keys)
-        blocks = block_table[row, positions // block_size].long()
-        key_cache[blocks, positions % block_size] = keys[first_seen:]
-        value_cache[blocks, positions % block_size] = values[first_seen:]
+        slots = block_table[row, positions // block_size].long() * block_size + positions % block_size
+        all_keys.append(key_cache.fill(slots, keys))
+        all_values.append(value_cache.fill(slots, values))
 
     query_lens, kv_lens = (tuple(column) for column in zip(*lengths, strict=True))
     metadata = AttentionMetadata(
@@ -101,7 +99,30 @@ def pack(
     query = normal(num_heads, sum(query_lens), head_dim).to(dtype).transpose(0, 1)
     sinks = normal(num_heads).to(dtype) if with_sinks else None
     params = AttentionParams(head_dim**-0.5, window=window, chunk=chunk, softcap=softcap, sinks=sinks)
-    return Packed(query, KVBlocks(key_cache, value_cache), metadata, params, all_keys, all_values)
+    blocks = KVBlocks(key_cache.stored, value_cache.stored, key_cache.scales, value_cache.scales)
+    return Packed(query, blocks, metadata, params, all_keys, all_values)
+
+
+class PoisonedCache:
+    """K or V of one layer `[num_blocks, block_size, H, D]`, NaN where nothing was filled in."""
+
+    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+        self.stored = torch.empty(shape, dtype=dtype)
+        self.scales: torch.Tensor | None = None
+        if dtype in QUANTISED_DTYPES:
+            raw_bytes(self.stored).fill_(0x7F)  # NaN in float8_e4m3fn
+            self.scales = torch.full(shape[:3], float("nan"))
+        else:
+            self.stored.fill_(float("nan"))
+
+    def fill(self, slots: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """Puts the last tokens of new `[L, H, D]` into as many slots; returns all of it as it is stored."""
+        stored, scales = new.to(self.stored.dtype), None
+        if self.scales is not None:
+            stored, scales = quantise(new, self.stored.dtype)
+            self.scales.flatten(0, 1)[slots] = scales[len(new) - len(slots) :]
+        raw_bytes(self.stored).flatten(0, 1)[slots] = raw_bytes(stored)[len(new) - len(slots) :]
+        return stored if scales is None else dequantise(stored, scales, torch.float64)
 
 
 def dense_attention(packed: Packed) -> torch.Tensor:

@@ -28,6 +28,8 @@ MIXED = [(1, 17), (5, 5), (1, 1), (3, 40), (1, 64)]
         {"group_size": 1, "num_kv_heads": 3},
         {"group_size": 5, "head_dim": 8, "value_dim": 12, "block_size": 8},
         {"dtype": torch.float64},
+        {"key_dtype": torch.float8_e4m3fn, "value_dtype": torch.int8},
+        {"key_dtype": torch.int8, "value_dtype": torch.float8_e4m3fn, "window": 7, "with_sinks": True},
     ],
     ids=str,
 )

@@ -78,7 +78,9 @@ def test_auto_takes_the_highest_priority_that_can_run() -> None:
     assert type(resolve_backend("auto", CPU)) is Fast
     with pytest.raises(ConfigError, match="'faster' can't run on cpu: it needs a card that nobody has"):
         resolve_backend("faster", CPU)
-    assert available_backends(CPU) == {
+    reasons = available_backends(CPU)
+    assert reasons.pop("triton", None) in (None, "triton is not installed")
+    assert reasons == {
         "torch": None,
         "reference": None,
         "fast": None,

@@ -93,6 +93,33 @@ def test_storage_of_another_dtype_is_cast_when_read(dtypes: dict[str, torch.dtyp
     check(pack([(1, 40), (1, 600), (9, 9)], **dtypes))
 
 
+@pytest.mark.parametrize("options", [{}, {"window": 20, "softcap": 2.0}, {"with_sinks": True}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(
+    "storage",
+    [
+        {"key_dtype": torch.float8_e4m3fn},
+        {"value_dtype": torch.int8},
+        {"key_dtype": torch.int8, "value_dtype": torch.float8_e4m3fn, "value_dim": 24},
+    ],
+    ids=str,
+)
+def test_quantised_blocks_are_read_with_their_scales(
+    storage: dict[str, Any], dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    check(pack([(1, 40), (1, 600), (9, 9), (20, 530)], dtype=dtype, **storage, **options))
+
+
+def test_a_nan_scale_spoils_only_its_sequence() -> None:
+    packed = pack(decodes([40, 44, 48]), key_dtype=torch.float8_e4m3fn, value_dtype=torch.int8)
+    assert packed.blocks.value_scales is not None
+    clean = packed.attend(TorchBackend())
+    packed.blocks.value_scales[packed.metadata.block_table[1, 0].long(), 3] = float("nan")
+    spoilt = packed.attend(TorchBackend())
+    assert spoilt[1].isnan().all()
+    assert torch.equal(spoilt[[0, 2]], clean[[0, 2]])
+
+
 def test_prompts_of_different_length_share_a_group_without_mixing() -> None:
     packed = pack([(20, 20), (31, 31), (25, 25), (17, 17)])
     backend = TorchBackend()
