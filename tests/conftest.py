@@ -8,6 +8,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported, and torch.compile imports it
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -28,6 +30,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):  # one of several processes: the one that started them sums up
+        session.config.workeroutput["tally"] = TALLY.counts()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    TALLY.add_counts(getattr(node, "workeroutput", {}).get("tally"))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

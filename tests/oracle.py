@@ -34,6 +34,20 @@ class Tally:
             self.differing_tokens += differing
 
 
+    def counts(self) -> tuple[int, int, int, list[str]]:
+        """All of it, in types that go from process to process."""
+        return self.comparisons, self.tokens, self.differing_tokens, self.notes
+
+    def add_counts(self, counts: tuple[int, int, int, list[str]] | None) -> None:
+        """Adds another process's; None: it died before it could tell."""
+        if counts is not None:
+            comparisons, tokens, differing, notes = counts
+            self.comparisons += comparisons
+            self.tokens += tokens
+            self.differing_tokens += differing
+            self.notes += notes
+
+
 TALLY = Tally()
 
 _solo_runs: weakref.WeakKeyDictionary[PreTrainedModel, dict[Any, tuple[int, ...]]] = weakref.WeakKeyDictionary()

@@ -45,12 +45,14 @@ def kernels_in_the_source() -> set[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_every_main_configuration_compiles_without_spills_and_with_its_matrix_instruction(run: Run) -> None:
     assert run.code == 0, run.err
     assert [row for row in run.kernels if row["problems"]] == []
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_every_kernel_of_the_source_is_compiled_for_every_target(run: Run) -> None:
     kernels = kernels_in_the_source()
     assert len(kernels) >= 5

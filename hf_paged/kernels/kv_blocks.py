@@ -48,6 +48,11 @@ class KVBlocks:
         return None if self.value_scales is None else self.value_scales.flatten(0, 1)
 
     @property
+    def is_quantised(self) -> bool:
+        """Whether K or V has scales."""
+        return self.key_scales is not None or self.value_scales is not None
+
+    @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors that there are; their first dimension is the block."""
         every = (self.keys, self.values, self.key_scales, self.value_scales)

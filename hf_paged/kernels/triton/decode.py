@@ -108,7 +108,7 @@ def attend_decode(
     num_heads, num_kv_heads = query.shape[1], blocks.keys.shape[2]
     group = num_heads // num_kv_heads
     arch = current_arch(query.device)
-    launch = decode_launch(arch, query.element_size(), max(query.shape[2], out.shape[2]))
+    launch = decode_launch(arch, query.element_size(), max(query.shape[2], out.shape[2]), blocks.is_quantised)
     if max_queries > 1:
         max_queries = MAX_DECODE_QUERIES
     num_rows = max_queries * group

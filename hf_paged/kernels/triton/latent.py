@@ -23,20 +23,12 @@ from hf_paged.errors import PagedError
 from hf_paged.kernels.kv_blocks import KVBlocks
 from hf_paged.kernels.metadata import AttentionMetadata, AttentionParams
 from hf_paged.kernels.triton.arguments import block_arguments, block_constants, feature_constants
-from hf_paged.kernels.triton.launch_table import (
-    MAX_DECODE_QUERIES,
-    MAX_SPLITS,
-    PrefillLaunch,
-    converts_e4m3,
-    current_arch,
-    decode_launch,
-    prefill_launch,
-)
+from hf_paged.kernels.triton.latent_launch import MAX_RANK, LatentLaunch, latent_launch
+from hf_paged.kernels.triton.launch_table import MAX_DECODE_QUERIES, MAX_SPLITS, converts_e4m3, current_arch
 from hf_paged.kernels.triton.prefill import sequence_of_block
 from hf_paged.kernels.triton.shared import LOG2E, first_visible, load_scales, load_tile, product, start_softmax
 from hf_paged.kernels.triton.splits import Partials, join_splits, split_length, store_split
 
-MAX_RANK = 512  # numbers of a latent; a program holds as many sums a row
 _MIN_ROWS = 16  # of a matrix product
 
 
@@ -53,7 +45,7 @@ def _latent_kernel(
     MAX_QUERIES: tl.constexpr, IS_DECODE: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr,
     TILE: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, CONVERTS_E4M3: tl.constexpr,
 ):  # fmt: skip
-    M: tl.constexpr = BLOCK_Q * HEADS
+    num_rows: tl.constexpr = BLOCK_Q * HEADS
     if IS_DECODE:
         sequence = tl.program_id(2)
         sequence_start = tl.load(query_start_loc + sequence)
@@ -81,7 +73,7 @@ def _latent_kernel(
     if begin >= end_read:
         return
 
-    row = tl.arange(0, M)
+    row = tl.arange(0, num_rows)
     head = tl.program_id(0) * HEADS + row % HEADS
     is_row = (head < NUM_HEADS) & (first_query + row // HEADS <= last_query)
     index = tl.minimum(first_query + row // HEADS, last_query)  # of the row's token among the sequence's
@@ -100,8 +92,8 @@ def _latent_kernel(
         other=0.0,
     )
     table = block_table + sequence.to(tl.int64) * table_stride
-    highest, total = start_softmax(sinks, head, is_row, split == 0, M, HAS_SINKS)
-    result = tl.zeros([M, BLOCK_D], tl.float32)
+    highest, total = start_softmax(sinks, head, is_row, split == 0, num_rows, HAS_SINKS)
+    result = tl.zeros([num_rows, BLOCK_D], tl.float32)
     columns = tl.arange(0, TILE)
     for start in tl.range(begin, tl.minimum(begin + length, end_read), TILE):
         key_position = start + columns
@@ -195,13 +187,13 @@ def attend_latent(
         _attend_splits(out, query_latent, query_rope, blocks, metadata, params, shape)
     if shape.has_prefill:
         partials = Partials.empty(0, 1, rank, out.device)
-        launch = _launch(out)
+        launch = _launch(out, blocks)
         heads = min(launch.rows, _pow2(out.shape[1]))
         block_q = launch.rows // heads
         num_blocks = out.shape[0] // block_q + metadata.seq_lens.shape[0]
         _run(
             (triton.cdiv(out.shape[1], heads), 1, num_blocks), launch, out, partials, query_latent, query_rope, blocks,
-            metadata, params, heads, block_q, max_queries=MAX_DECODE_QUERIES, split=0, is_decode=False,
+            metadata, params, heads, block_q, max_queries=MAX_DECODE_QUERIES, is_decode=False,
         )  # fmt: skip
     return out
 
@@ -217,30 +209,29 @@ def _attend_splits(
 ) -> None:
     num_heads, rank = out.shape[1:]
     num_sequences = metadata.seq_lens.shape[0]
-    launch = _launch(out)
-    split = decode_launch(current_arch(out.device), out.element_size(), rank).split
+    launch = _launch(out, blocks)
     block_q = 1 if shape.most_queries == 1 else MAX_DECODE_QUERIES
     heads = max(_MIN_ROWS // block_q, min(launch.rows // block_q, _pow2(num_heads)))
     reach = shape.most_keys
     for span in (params.window, params.chunk):
         if span is not None:  # one tile more, since the first one begins before the first key
             reach = min(reach, span + block_q - 1 + launch.tile)
-    num_splits = min(MAX_SPLITS, triton.cdiv(reach, split))
+    num_splits = min(MAX_SPLITS, triton.cdiv(reach, launch.split))
     partials = Partials.empty(num_sequences * block_q * num_heads, num_splits, rank, out.device)
     _run(
         (triton.cdiv(num_heads, heads), num_splits, num_sequences), launch, out, partials, query_latent, query_rope,
-        blocks, metadata, params, heads, block_q, max_queries=block_q, split=split, is_decode=True,
+        blocks, metadata, params, heads, block_q, max_queries=block_q, is_decode=True,
     )  # fmt: skip
     if num_splits > 1:
         join_splits(
             out, partials, metadata.query_start_loc, metadata.seq_lens, max_queries=block_q, tile=launch.tile,
-            split=split, max_splits=MAX_SPLITS, window=params.window, chunk=params.chunk,
+            split=launch.split, max_splits=MAX_SPLITS, window=params.window, chunk=params.chunk,
         )  # fmt: skip
 
 
 def _run(
     grid: tuple[int, int, int],
-    launch: PrefillLaunch,
+    launch: LatentLaunch,
     out: torch.Tensor,
     partials: Partials,
     query_latent: torch.Tensor,
@@ -252,7 +243,6 @@ def _run(
     block_q: int,
     *,
     max_queries: int,
-    split: int,
     is_decode: bool,
 ) -> None:
     _latent_kernel[grid](
@@ -262,14 +252,15 @@ def _run(
         metadata.block_table.stride(0), params.scale, params.softcap or 0.0, params.window or 0, params.chunk or 0,
         partials.num_splits, metadata.seq_lens.shape[0],
         NUM_HEADS=out.shape[1], **block_constants(blocks), **feature_constants(params),
-        MAX_QUERIES=max_queries, IS_DECODE=is_decode, BLOCK_Q=block_q, HEADS=heads, TILE=launch.tile, SPLIT=split,
-        MAX_SPLITS=MAX_SPLITS, CONVERTS_E4M3=converts_e4m3(current_arch(out.device)),
+        MAX_QUERIES=max_queries, IS_DECODE=is_decode, BLOCK_Q=block_q, HEADS=heads, TILE=launch.tile,
+        SPLIT=launch.split, MAX_SPLITS=MAX_SPLITS, CONVERTS_E4M3=converts_e4m3(current_arch(out.device)),
         num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
 
 
-def _launch(out: torch.Tensor) -> PrefillLaunch:
-    return prefill_launch(current_arch(out.device), out.element_size(), out.shape[2])
+def _launch(out: torch.Tensor, blocks: KVBlocks) -> LatentLaunch:
+    is_quantised = blocks.key_scales is not None or blocks.value_scales is not None
+    return latent_launch(current_arch(out.device), out.element_size(), is_quantised)
 
 
 def _pow2(number: int) -> int:

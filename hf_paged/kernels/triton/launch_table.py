@@ -38,43 +38,96 @@ class PrefillLaunch:
     num_stages: int
 
 
-# architecture -> element size of a query -> head dim up to which the row holds -> launch
-_DECODE: dict[str, dict[int, dict[int, DecodeLaunch]]] = {
+# architecture -> (bytes of a query's element, whether K or V is quantised) -> head dim up to which a row holds -> launch
+_DECODE: dict[str, dict[tuple[int, bool], dict[int, DecodeLaunch]]] = {
     "sm_80": {
-        2: {128: DecodeLaunch(64, 512, 4, 3), 256: DecodeLaunch(32, 512, 4, 3), 512: DecodeLaunch(16, 512, 4, 2)},
-        4: {128: DecodeLaunch(32, 512, 4, 2), 256: DecodeLaunch(16, 512, 4, 2), 512: DecodeLaunch(16, 512, 8, 1)},
+        (2, False): {
+            128: DecodeLaunch(64, 512, 4, 3),
+            256: DecodeLaunch(32, 512, 4, 3),
+            512: DecodeLaunch(16, 512, 4, 2),
+        },
+        (2, True): {128: DecodeLaunch(32, 512, 4, 3), 512: DecodeLaunch(16, 512, 4, 2)},
+        (4, False): {
+            128: DecodeLaunch(32, 512, 4, 2),
+            256: DecodeLaunch(16, 512, 4, 2),
+            512: DecodeLaunch(16, 512, 8, 1),
+        },
     },
     "sm_90": {
-        2: {128: DecodeLaunch(64, 512, 4, 3), 256: DecodeLaunch(64, 512, 4, 2), 512: DecodeLaunch(32, 512, 8, 2)},
-        4: {128: DecodeLaunch(32, 512, 4, 3), 256: DecodeLaunch(16, 512, 4, 3), 512: DecodeLaunch(16, 512, 8, 2)},
+        (2, False): {
+            128: DecodeLaunch(64, 512, 4, 3),
+            256: DecodeLaunch(64, 512, 4, 2),
+            512: DecodeLaunch(32, 512, 8, 2),
+        },
+        (2, True): {128: DecodeLaunch(32, 512, 4, 3), 512: DecodeLaunch(16, 512, 4, 2)},
+        (4, False): {
+            128: DecodeLaunch(32, 512, 4, 3),
+            256: DecodeLaunch(16, 512, 4, 3),
+            512: DecodeLaunch(16, 512, 8, 2),
+        },
     },
     "gfx942": {
-        2: {128: DecodeLaunch(64, 512, 4, 2), 256: DecodeLaunch(32, 512, 4, 2), 512: DecodeLaunch(16, 512, 4, 1)},
-        4: {128: DecodeLaunch(32, 512, 4, 2), 256: DecodeLaunch(16, 512, 4, 2), 512: DecodeLaunch(16, 512, 8, 1)},
+        (2, False): {
+            128: DecodeLaunch(64, 512, 4, 2),
+            256: DecodeLaunch(32, 512, 4, 2),
+            512: DecodeLaunch(16, 512, 4, 1),
+        },
+        (2, True): {128: DecodeLaunch(32, 512, 4, 2), 512: DecodeLaunch(16, 512, 4, 1)},
+        (4, False): {
+            128: DecodeLaunch(32, 512, 4, 2),
+            256: DecodeLaunch(16, 512, 4, 2),
+            512: DecodeLaunch(16, 512, 8, 1),
+        },
     },
-    # Small, so that short test sequences meet several tiles and splits; float32 sums stay short, too.
+    # Small, so that short test sequences meet several tiles and splits.
     "interpreter": {
-        2: {512: DecodeLaunch(32, 128, 1, 1)},
-        4: {512: DecodeLaunch(32, 128, 1, 1)},
+        (2, False): {512: DecodeLaunch(32, 128, 1, 1)},
+        (4, False): {512: DecodeLaunch(32, 128, 1, 1)},
     },
 }
 
-_PREFILL: dict[str, dict[int, dict[int, PrefillLaunch]]] = {
+_PREFILL: dict[str, dict[tuple[int, bool], dict[int, PrefillLaunch]]] = {
     "sm_80": {
-        2: {64: PrefillLaunch(128, 64, 4, 3), 128: PrefillLaunch(128, 64, 8, 3), 512: PrefillLaunch(64, 32, 8, 2)},
-        4: {64: PrefillLaunch(64, 32, 4, 2), 128: PrefillLaunch(32, 32, 4, 2), 512: PrefillLaunch(16, 16, 4, 2)},
+        (2, False): {
+            64: PrefillLaunch(128, 64, 8, 3),
+            128: PrefillLaunch(128, 64, 8, 2),
+            512: PrefillLaunch(64, 32, 8, 2),
+        },
+        (2, True): {128: PrefillLaunch(64, 32, 4, 2), 512: PrefillLaunch(32, 16, 4, 2)},
+        (4, False): {
+            64: PrefillLaunch(64, 32, 4, 2),
+            128: PrefillLaunch(32, 32, 4, 2),
+            512: PrefillLaunch(16, 16, 4, 2),
+        },
     },
     "sm_90": {
-        2: {64: PrefillLaunch(128, 128, 8, 3), 128: PrefillLaunch(128, 64, 8, 3), 512: PrefillLaunch(64, 64, 8, 2)},
-        4: {64: PrefillLaunch(64, 32, 4, 2), 128: PrefillLaunch(32, 32, 4, 2), 512: PrefillLaunch(16, 16, 4, 2)},
+        (2, False): {
+            64: PrefillLaunch(128, 128, 8, 3),
+            128: PrefillLaunch(128, 64, 8, 3),
+            512: PrefillLaunch(64, 64, 8, 2),
+        },
+        (2, True): {128: PrefillLaunch(128, 32, 8, 3), 512: PrefillLaunch(64, 32, 8, 2)},
+        (4, False): {
+            64: PrefillLaunch(64, 32, 4, 2),
+            128: PrefillLaunch(32, 32, 4, 2),
+            512: PrefillLaunch(16, 16, 4, 2),
+        },
     },
     "gfx942": {
-        2: {64: PrefillLaunch(128, 64, 4, 1), 128: PrefillLaunch(128, 64, 4, 1), 512: PrefillLaunch(64, 32, 4, 1)},
-        4: {64: PrefillLaunch(64, 32, 4, 1), 128: PrefillLaunch(32, 32, 4, 1), 512: PrefillLaunch(16, 16, 4, 1)},
+        (2, False): {
+            64: PrefillLaunch(128, 64, 4, 1),
+            128: PrefillLaunch(128, 32, 4, 1),
+            512: PrefillLaunch(64, 16, 4, 1),
+        },
+        (4, False): {
+            64: PrefillLaunch(64, 32, 4, 1),
+            128: PrefillLaunch(32, 32, 4, 1),
+            512: PrefillLaunch(16, 16, 4, 1),
+        },
     },
     "interpreter": {
-        2: {512: PrefillLaunch(32, 32, 1, 1)},
-        4: {512: PrefillLaunch(32, 32, 1, 1)},
+        (2, False): {512: PrefillLaunch(32, 32, 1, 1)},
+        (4, False): {512: PrefillLaunch(32, 32, 1, 1)},
     },
 }
 
@@ -114,15 +167,15 @@ def _device_arch(device: torch.device) -> str:
 
 
 @cache
-def decode_launch(arch: str, itemsize: int, head_dim: int) -> DecodeLaunch:
+def decode_launch(arch: str, itemsize: int, head_dim: int, is_quantised: bool = False) -> DecodeLaunch:
     """The decode kernel's launch for queries of `itemsize` bytes and the larger head dim of K and V."""
-    return _row(_DECODE[_listed(arch, tuple(_DECODE))][itemsize], head_dim)
+    return _row(_DECODE[listed_arch(arch, tuple(_DECODE))], itemsize, head_dim, is_quantised)
 
 
 @cache
-def prefill_launch(arch: str, itemsize: int, head_dim: int) -> PrefillLaunch:
+def prefill_launch(arch: str, itemsize: int, head_dim: int, is_quantised: bool = False) -> PrefillLaunch:
     """The prefill kernel's launch for queries of `itemsize` bytes and the larger head dim of K and V."""
-    return _row(_PREFILL[_listed(arch, tuple(_PREFILL))][itemsize], head_dim)
+    return _row(_PREFILL[listed_arch(arch, tuple(_PREFILL))], itemsize, head_dim, is_quantised)
 
 
 @cache
@@ -132,11 +185,13 @@ def converts_e4m3(arch: str) -> bool:
     return (vendor == "sm" and number >= 89) or (vendor == "gfx" and number >= 0x950)
 
 
-def _row(rows: dict[int, _Launch], head_dim: int) -> _Launch:
-    return rows[min(dim for dim in rows if dim >= head_dim)]
+def _row(rows: dict[tuple[int, bool], dict[int, _Launch]], itemsize: int, head_dim: int, is_quantised: bool) -> _Launch:
+    by_head_dim = rows.get((itemsize, is_quantised)) or rows[itemsize, False]
+    return by_head_dim[min(dim for dim in by_head_dim if dim >= head_dim)]
 
 
-def _listed(arch: str, listed: tuple[str, ...]) -> str:
+def listed_arch(arch: str, listed: tuple[str, ...]) -> str:
+    """Of the architectures that a table lists, the one whose rows hold for `arch`."""
     if arch in listed:
         return arch
     vendor, number = _parts(arch)

@@ -140,7 +140,7 @@ def attend_prefill(
     """
     group = query.shape[1] // blocks.keys.shape[2]
     arch = current_arch(query.device)
-    launch = prefill_launch(arch, query.element_size(), max(query.shape[2], out.shape[2]))
+    launch = prefill_launch(arch, query.element_size(), max(query.shape[2], out.shape[2]), blocks.is_quantised)
     rows = max(launch.rows, triton.next_power_of_2(group))
     block_q = rows // group
     num_sequences = metadata.seq_lens.shape[0]

@@ -17,8 +17,12 @@ from hf_paged.kernels.triton.launch_table import (
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx942", "gfx950"])
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 192, 256])
-def test_every_architecture_and_head_dim_has_a_launch(arch: str, itemsize: int, head_dim: int) -> None:
-    decode, prefill = decode_launch(arch, itemsize, head_dim), prefill_launch(arch, itemsize, head_dim)
+@pytest.mark.parametrize("is_quantised", [False, True])
+def test_every_architecture_and_head_dim_has_a_launch(
+    arch: str, itemsize: int, head_dim: int, is_quantised: bool
+) -> None:
+    decode = decode_launch(arch, itemsize, head_dim, is_quantised)
+    prefill = prefill_launch(arch, itemsize, head_dim, is_quantised)
     assert decode.split % decode.tile == 0
     for number in (decode.tile, prefill.tile, prefill.rows):
         assert number & (number - 1) == 0
