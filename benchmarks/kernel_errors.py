@@ -20,7 +20,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import torch
 import typer
 
-from benchmarks.table import put
+from benchmarks.markers import put
 from hf_paged.kernels.reference import ReferenceBackend
 from hf_paged.kernels.triton.backend import TritonBackend
 from tests.kernels.latent_packed import pack_latent
@@ -66,7 +66,10 @@ def _row(kernel: str, dtype: torch.dtype, stored: torch.dtype | None) -> dict[st
             make, options = pack, {**options, "group_size": 3, "head_dim": 64, "num_kv_heads": 1}
         batch = make(SHAPES[kernel], **options, key_dtype=stored, value_dtype=stored)
         expected = batch.attend(ReferenceBackend()).double()
-        kernel_error = max(kernel_error, (batch.attend(TritonBackend()).double() - expected).abs().max().item())
+        actual = batch.attend(TritonBackend()).double()
+        if not actual.isfinite().all():  # a maximum would pass NaN by
+            raise SystemExit(f"error: {kernel} on {dtype} with {stored or dtype} stored gave NaN or inf")
+        kernel_error = max(kernel_error, (actual - expected).abs().max().item())
         if stored is not None:
             exact = make(SHAPES[kernel], **options).attend(ReferenceBackend()).double()
             stored_error = max(stored_error, (expected - exact).abs().max().item())

@@ -29,9 +29,8 @@ class Run(NamedTuple):
     kernels: list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    file = tmp_path_factory.mktemp("kernels") / "report.json"
+def run_the_command(folder: Path) -> Run:
+    file = folder / "report.json"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "hf_paged", "kernels", "compile", "--targets", ",".join(TARGETS), "--json", file]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -46,14 +45,10 @@ def kernels_in_the_source() -> set[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_every_main_configuration_compiles_without_spills_and_with_its_matrix_instruction(run: Run) -> None:
+def test_every_kernel_compiles_for_every_target_without_spills_and_with_its_matrix_instruction(tmp_path: Path) -> None:
+    run = run_the_command(tmp_path)
     assert run.code == 0, run.err
     assert [row for row in run.kernels if row["problems"]] == []
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_every_kernel_of_the_source_is_compiled_for_every_target(run: Run) -> None:
     kernels = kernels_in_the_source()
     assert len(kernels) >= 5
     for target in TARGETS:

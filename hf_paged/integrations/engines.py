@@ -18,6 +18,7 @@ from hf_paged.config import PagedConfig
 from hf_paged.engine.engine import PagedEngine
 from hf_paged.engine.unwrap import unwrap_model
 from hf_paged.errors import UnsupportedModelError
+from hf_paged.kernels.absorbed import UP_PROJECTION, why_not_plain
 
 _engines: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Hashable, PagedEngine]] = weakref.WeakKeyDictionary()
 _refused: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Hashable, str]] = weakref.WeakKeyDictionary()
@@ -85,7 +86,10 @@ def _signature(model: PreTrainedModel) -> Hashable:
     parameter = next(model.parameters())
     kind = parameter.device.type
     autocast = torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
-    return (parameter.device, parameter.dtype, autocast)
+    # an adapter on a latent layer's projection, or one taken off again, makes it another model
+    projections = (getattr(module, UP_PROJECTION, None) for module in model.modules())
+    latent = {why_not_plain(projection) for projection in projections if projection is not None}
+    return (parameter.device, parameter.dtype, autocast, frozenset(latent))
 
 
 def get_engine(model: Any) -> PagedEngine | None:

@@ -66,7 +66,7 @@ def absorb(
         The call, or half a sentence.
     """
     projection = getattr(module, UP_PROJECTION)
-    reason = _not_plain(projection)
+    reason = why_not_plain(projection)
     if reason is not None:
         return f"{UP_PROJECTION} {reason}"
     weight: torch.Tensor = projection.weight
@@ -88,7 +88,7 @@ def absorb(
     return LatentCall(by_head[:, :num_plain], by_head[:, num_plain:])
 
 
-def _not_plain(projection: Any) -> str | None:
+def why_not_plain(projection: Any) -> str | None:
     """Why a projection isn't just its weight, as the end of a sentence, or None when it is."""
     if type(projection) is not torch.nn.Linear:
         return f"is a {type(projection).__name__} of {type(projection).__module__}, not a plain Linear"

@@ -223,3 +223,16 @@ def test_attention_to_selected_keys_is_refused() -> None:
         )
     with pytest.raises(UnsupportedModelError, match="selected keys"):
         PagedEngine(model, pool_of_2048())
+
+
+def test_an_adapter_that_comes_between_two_calls_runs_as_stock() -> None:
+    model = zoo.fresh("deepseek_v3")
+    plain = model.generate(IDS, **OPTIONS)
+    assert_equal_batches(paged(model), plain)
+    assert num_fallbacks(model) == 0
+    module = projections(model)[0]
+    projection = module.kv_b_proj
+    _with_lora(module)
+    assert_equal_batches(paged(model), model.generate(IDS, **OPTIONS))
+    module.kv_b_proj = projection
+    assert_equal_batches(paged(model), plain)

@@ -51,7 +51,13 @@ def copy_blocks(layers: Sequence[KVBlocks], copies: Sequence[tuple[int, int]]) -
         longest = max(num_words for _, num_words in key)
         grid = (len(copies), len(key), triton.cdiv(longest, _CHUNK))
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            _copy_kernel[grid](_table(key, device), _on_device(copies, device), CHUNK=_CHUNK, num_warps=_NUM_WARPS)
+            _copy_kernel[grid](
+                _table(key, device),
+                _on_device(copies, device),
+                CHUNK=_CHUNK,
+                num_warps=_NUM_WARPS,
+                enable_fp_fusion=False,
+            )
 
 
 @lru_cache(maxsize=64)  # one entry a layer group and pool size; a storage that has grown has another address

@@ -129,7 +129,7 @@ def attend_decode(
         M=max(16 if use_dot else 1, triton.next_power_of_2(num_rows)),
         TILE=launch.tile, SPLIT=launch.split, MAX_SPLITS=MAX_SPLITS,
         CONVERTS_E4M3=converts_e4m3(arch), USE_DOT=use_dot,
-        num_warps=launch.num_warps, num_stages=launch.num_stages,
+        num_warps=launch.num_warps, num_stages=launch.num_stages, enable_fp_fusion=True,
     )  # fmt: skip
     if num_splits > 1:
         join_splits(

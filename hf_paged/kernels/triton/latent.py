@@ -254,7 +254,7 @@ def _run(
         NUM_HEADS=out.shape[1], **block_constants(blocks), **feature_constants(params),
         MAX_QUERIES=max_queries, IS_DECODE=is_decode, BLOCK_Q=block_q, HEADS=heads, TILE=launch.tile,
         SPLIT=launch.split, MAX_SPLITS=MAX_SPLITS, CONVERTS_E4M3=converts_e4m3(current_arch(out.device)),
-        num_warps=launch.num_warps, num_stages=launch.num_stages,
+        num_warps=launch.num_warps, num_stages=launch.num_stages, enable_fp_fusion=True,
     )  # fmt: skip
 
 

@@ -38,7 +38,7 @@ class PrefillLaunch:
     num_stages: int
 
 
-# architecture -> (bytes of a query's element, whether K or V is quantised) -> head dim up to which a row holds -> launch
+# architecture -> (bytes of a query's element, whether K or V is quantised) -> head dim up to which it holds -> launch
 _DECODE: dict[str, dict[tuple[int, bool], dict[int, DecodeLaunch]]] = {
     "sm_80": {
         (2, False): {

@@ -151,5 +151,5 @@ def attend_prefill(
         params.scale, params.softcap or 0.0, params.window or 0, params.chunk or 0, num_sequences,
         GROUP=group, **block_constants(blocks), **feature_constants(params), MIN_QUERIES=MAX_DECODE_QUERIES + 1,
         BLOCK_Q=block_q, M=rows, TILE=launch.tile, CONVERTS_E4M3=converts_e4m3(arch),
-        num_warps=launch.num_warps, num_stages=launch.num_stages,
+        num_warps=launch.num_warps, num_stages=launch.num_stages, enable_fp_fusion=True,
     )  # fmt: skip

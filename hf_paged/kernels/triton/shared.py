@@ -64,6 +64,8 @@ def load_tile(
         raw = tl.load(pointers)
     if FORMAT == "float8_e4m3fn":
         return decode_e4m3(raw, CONVERTS_E4M3).to(dtype)
+    if FORMAT == "int8":  # by way of float32, as hardware does: the interpreter knows no other way to bfloat16
+        return raw.to(tl.float32).to(dtype)
     return raw.to(dtype)
 
 

@@ -126,5 +126,5 @@ def join_splits(
         partials.num_splits,
         NUM_HEADS=num_heads, MAX_QUERIES=max_queries, DV=value_dim, BLOCK_DV=triton.next_power_of_2(value_dim),
         TILE=tile, SPLIT=split, MAX_SPLITS=max_splits, HAS_WINDOW=window is not None, HAS_CHUNK=chunk is not None,
-        num_warps=4,
+        num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip

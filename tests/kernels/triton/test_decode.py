@@ -82,6 +82,8 @@ def test_a_few_queries_a_sequence(options: dict[str, Any]) -> None:
         {"key_dtype": FP8, "value_dtype": torch.bfloat16, "dtype": torch.bfloat16},
         {"key_dtype": FP8, "value_dtype": FP8, "dtype": torch.float16},
         {"key_dtype": INT8, "value_dtype": INT8},
+        {"key_dtype": INT8, "value_dtype": INT8, "dtype": torch.bfloat16},
+        {"key_dtype": INT8, "value_dtype": INT8, "dtype": torch.float16},
         {"key_dtype": INT8, "value_dtype": FP8, "window": 40},
         {"key_dtype": torch.bfloat16, "value_dtype": torch.float16},
     ],

@@ -78,7 +78,7 @@ def test_storage_of_another_dtype_is_cast_when_read(dtypes: dict[str, torch.dtyp
 
 
 @pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_quantised_latents_are_read_directly(stored: torch.dtype, dtype: torch.dtype) -> None:
     lengths = [(1, 150), (12, 40)]
     check(pack_latent(lengths, dtype=dtype, key_dtype=stored, value_dtype=stored))

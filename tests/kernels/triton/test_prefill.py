@@ -68,6 +68,7 @@ def test_a_chunk_behind_a_long_context(options: dict[str, Any]) -> None:
     [
         {"key_dtype": FP8, "value_dtype": torch.bfloat16, "dtype": torch.bfloat16},
         {"key_dtype": INT8, "value_dtype": INT8},
+        {"key_dtype": INT8, "value_dtype": INT8, "dtype": torch.bfloat16},
         {"key_dtype": torch.bfloat16, "value_dtype": torch.float16},
     ],
     ids=str,
