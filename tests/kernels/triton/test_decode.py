@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -169,11 +170,19 @@ def test_blocks_beyond_two_to_the_31_elements() -> None:
     assert_close(actual, ReferenceBackend().attend(query, blocks, metadata, params))
 
 
+# Every seventh of all combinations: each value meets each of the others.
+GRID = list(
+    itertools.product(
+        [1, 3, 5, 8],
+        [{}, *FEATURES],
+        [torch.float32, torch.float16, torch.bfloat16],
+        [8, 16, 32, 64, 128, 256],
+    )
+)[::7]
+
+
 @pytest.mark.grid
-@pytest.mark.parametrize("block_size", [8, 16, 32, 64, 128, 256])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("options", [{}, *FEATURES], ids=str)
-@pytest.mark.parametrize("group_size", [1, 3, 5, 8])
+@pytest.mark.parametrize(("group_size", "options", "dtype", "block_size"), GRID, ids=str)
 def test_grid(group_size: int, options: dict[str, Any], dtype: torch.dtype, block_size: int) -> None:
     lengths = decodes([1, 15, 16, 17, 255, 1500])
     check(pack(lengths, group_size=group_size, dtype=dtype, block_size=block_size, head_dim=80, **options))

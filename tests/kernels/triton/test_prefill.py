@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -99,10 +100,18 @@ def test_a_prompt_does_not_depend_on_its_neighbours() -> None:
     assert spoilt[packed.tokens_of(1)].isnan().all()
 
 
+# Every seventh of all combinations: each value meets each of the others.
+GRID = list(
+    itertools.product(
+        [1, 3, 5, 8],
+        [{}, *FEATURES],
+        [torch.float32, torch.float16, torch.bfloat16],
+        [8, 16, 32, 64, 128, 256],
+    )
+)[::7]
+
+
 @pytest.mark.grid
-@pytest.mark.parametrize("block_size", [8, 16, 32, 64, 128, 256])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("options", [{}, *FEATURES], ids=str)
-@pytest.mark.parametrize("group_size", [1, 3, 5, 8])
+@pytest.mark.parametrize(("group_size", "options", "dtype", "block_size"), GRID, ids=str)
 def test_grid(group_size: int, options: dict[str, Any], dtype: torch.dtype, block_size: int) -> None:
     check(pack(MIXED, num_kv_heads=1, group_size=group_size, dtype=dtype, block_size=block_size, **options))
