@@ -1,1 +1,1 @@
-"""Benchmarks: `python -m benchmarks.mixed`, `python -m benchmarks.import_time`, `python -m benchmarks.table`."""
+"""Benchmarks, each a module: `python -m benchmarks.compare`. README.md lists them."""

@@ -1,94 +1,85 @@
-"""Who is compared.
+"""Who is compared in this environment; `benchmarks/runners` has those of others.
 
-    stock generate        the usual script: left-padded batches in arrival order, each as long as its longest row
-    stock generate_batch  Transformers' own continuous batching
-    hf_paged engine       PagedEngine.generate
-    hf_paged hook         one call of model.generate(..., cache_implementation="paged"); a row leaves when it has enough
+    stock generate               the usual script: left-padded batches in arrival order, each as long as its longest row
+    stock generate, batches of 8
+    stock generate, by length    the careful script: prompts sorted by length before they are cut into batches
+    stock generate_batch         Transformers' own continuous batching
+    hf_paged engine              PagedEngine.generate
+    hf_paged engine, no prefixes the same without prefix caching
+    hf_paged hook                one call of model.generate(..., cache_implementation="paged"); a row leaves when it has
+                                 enough
 
-Each runs a whole workload, greedy, and returns exactly the tokens that the workload wants.
+Each runs a whole workload, greedy unless a prompt wants several answers, and returns exactly the tokens that it wants.
 """
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any
 
 import torch
 from transformers import ContinuousBatchingConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
-from benchmarks.workloads import WorkloadRequest
-
-Tokens = list[list[int]]  # a request each
-WARM_UP = (WorkloadRequest(tuple(range(10, 18)), 4), WorkloadRequest(tuple(range(20, 24)), 4))
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What peers that have such a setting share, so that they get the same room."""
-
-    batch_size: int = 16  # rows of a padded batch
-    kv_tokens: int = 8192  # tokens that a pool holds
-    max_batch_tokens: int = 512  # tokens computed in a step
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a peer says of a run, besides its tokens. None: it has no way to tell, or it doesn't apply."""
-
-    kv_bytes: int  # reserved for K and V
-    token_occupancy: float | None  # slots that held tokens per slot allocated, over all steps
-    done_seconds: tuple[float, ...]  # from the start until each request's last token was there
-    first_token_seconds: tuple[float, ...] | None = None
-    num_steps: int | None = None
-    num_preemptions: int | None = None
-    num_fallbacks: int | None = None
-
-
-class Peer(Protocol):
-    """Started once in a process of its own, then asked for one workload."""
-
-    def __init__(self, model: PreTrainedModel, requests: Sequence[WorkloadRequest], settings: Settings) -> None:
-        """Prepares everything that can be there before the first request."""
-
-    def run(self, requests: Sequence[WorkloadRequest]) -> tuple[Tokens, Report]:
-        """All requests at once."""
-
-    def close(self) -> None:
-        """Ends what runs in the background."""
+from benchmarks.peer import Peer, Report, Settings, Tokens
+from benchmarks.workloads import WorkloadRequest, answers_of
 
 
 class StockGenerate:
-    """Padded batches in arrival order. What a row gets beyond its own length is cut off."""
+    """Padded batches. What a row gets beyond its own length is cut off.
 
-    def __init__(self, model: PreTrainedModel, requests: Sequence[WorkloadRequest], settings: Settings) -> None:
+    Args:
+        batch_size: rows of a batch; None for the settings'.
+        by_length: prompts are sorted by length before they are cut into batches.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        requests: Sequence[WorkloadRequest],
+        settings: Settings,
+        *,
+        batch_size: int | None = None,
+        by_length: bool = False,
+    ) -> None:
         self._model = model
-        self._batch_size = settings.batch_size
+        self._batch_size = batch_size or settings.batch_size
+        self._by_length = by_length
 
     def close(self) -> None:
         pass
 
     def run(self, requests: Sequence[WorkloadRequest]) -> tuple[Tokens, Report]:
         start = time.monotonic()
-        tokens: Tokens = []
-        done: list[float] = []
+        order = list(range(len(requests)))
+        if self._by_length:
+            order.sort(key=lambda index: len(requests[index].prompt_ids))
+        tokens: list[list[list[int]]] = [[] for _ in requests]
+        done = [0.0] * len(requests)
         most_slots = held = allocated = num_steps = 0
-        for begin in range(0, len(requests), self._batch_size):
-            batch = requests[begin : begin + self._batch_size]
+        count = requests[0].num_sequences
+        size = max(1, self._batch_size // count)
+        for begin in range(0, len(requests), size):
+            indices = order[begin : begin + size]
+            batch = [requests[index] for index in indices]
             ids, mask = left_padded(batch)
             longest = max(request.num_output_tokens for request in batch)
-            output = self._model.generate(ids, attention_mask=mask, max_new_tokens=longest)
+            several = {"num_return_sequences": count} if count > 1 else {}
+            output = self._model.generate(ids, attention_mask=mask, max_new_tokens=longest, **several)
             rows = output[:, ids.shape[1] :].tolist()
-            tokens += [row[: request.num_output_tokens] for row, request in zip(rows, batch, strict=True)]
-            done += [time.monotonic() - start] * len(batch)
+            for place, index in enumerate(indices):
+                wanted = requests[index].num_output_tokens
+                tokens[index] = [row[:wanted] for row in rows[place * count : (place + 1) * count]]
+                done[index] = time.monotonic() - start
             # The last token of a row is never fed back, so a step s has the prompt and s tokens in its cache.
-            most_slots = max(most_slots, len(batch) * (ids.shape[1] + longest - 1))
+            most_slots = max(most_slots, len(rows) * (ids.shape[1] + longest - 1))
             num_steps += longest
             for step in range(longest):
-                allocated += len(batch) * (ids.shape[1] + step)
-                held += sum(len(item.prompt_ids) + min(step, item.num_output_tokens - 1) for item in batch)
+                allocated += len(rows) * (ids.shape[1] + step)
+                held += count * sum(len(item.prompt_ids) + min(step, item.num_output_tokens - 1) for item in batch)
         report = Report(
             kv_bytes=most_slots * kv_bytes_per_token(self._model),
             token_occupancy=held / allocated,
@@ -96,7 +87,7 @@ class StockGenerate:
             first_token_seconds=tuple(done),  # nothing leaves before its batch is complete
             num_steps=num_steps,
         )
-        return tokens, report
+        return [answer for answers in tokens for answer in answers], report
 
 
 class StockGenerateBatch:
@@ -108,12 +99,12 @@ class StockGenerateBatch:
         config = ContinuousBatchingConfig(
             num_blocks=settings.kv_tokens // self.PAGE_SIZE,
             max_batch_tokens=settings.max_batch_tokens,
-            **_sdpa_pages(self.PAGE_SIZE),
+            **sdpa_pages(self.PAGE_SIZE),
         )
         hints = WorkloadHints(
             max_prompt_length=max(len(request.prompt_ids) for request in requests),
             max_generated_length=max(request.num_output_tokens for request in requests),
-            num_requests=len(requests),
+            num_requests=sum(request.num_sequences for request in requests),
         )  # as generate_batch itself gives them
         self._manager = model.init_continuous_batching(continuous_batching_config=config, workload_hints=hints)
         self._manager.start()
@@ -136,10 +127,11 @@ class StockGenerateBatch:
                 record_timestamps=True,
             )
             for request in requests
+            for _ in range(request.num_sequences)
         ]
         results: dict[str, Any] = {}
         done: dict[str, float] = {}
-        while len(results) < len(requests):
+        while len(results) < len(ids):
             result = self._manager.get_result(timeout=1)
             if result is not None and result.is_finished():
                 if result.error is not None:
@@ -148,11 +140,13 @@ class StockGenerateBatch:
                 done[result.request_id] = time.monotonic() - start
             elif result is None and not self._manager.is_running():
                 raise RuntimeError("generate_batch's thread has ended before its requests.")
+        by_request = answers_of(requests, ids)
+        first = {request_id: result.timestamps[0] - clock for request_id, result in results.items()}
         report = Report(
             kv_bytes=self._kv_bytes,
             token_occupancy=self._held / self._allocated if self._allocated else None,
-            done_seconds=tuple(done[request_id] for request_id in ids),
-            first_token_seconds=tuple(results[request_id].timestamps[0] - clock for request_id in ids),
+            done_seconds=tuple(max(done[request_id] for request_id in members) for members in by_request),
+            first_token_seconds=tuple(min(first[request_id] for request_id in members) for members in by_request),
             num_steps=self._num_steps or None,
         )
         return [results[request_id].generated_tokens for request_id in ids], report
@@ -181,10 +175,12 @@ class StockGenerateBatch:
 class PagedEnginePeer:
     """Our engine, with a pool of the same tokens and the same token budget as generate_batch has."""
 
-    def __init__(self, model: PreTrainedModel, requests: Sequence[WorkloadRequest], settings: Settings) -> None:
+    def __init__(
+        self, model: PreTrainedModel, requests: Sequence[WorkloadRequest], settings: Settings, **options: Any
+    ) -> None:
         import hf_paged
 
-        config = hf_paged.PagedConfig(max_batch_tokens=settings.max_batch_tokens)
+        config = hf_paged.PagedConfig(max_batch_tokens=settings.max_batch_tokens, **options)
         config = config.with_options(num_blocks=settings.kv_tokens // config.block_size)
         self._engine = hf_paged.PagedEngine(model, config)
 
@@ -197,8 +193,10 @@ class PagedEnginePeer:
         outputs = self._engine.generate(
             [request.prompt_ids for request in requests],
             max_new_tokens=[request.num_output_tokens for request in requests],
+            num_return_sequences=[request.num_sequences for request in requests],
         )
         stats = self._engine.stats()
+        looked_up = stats["prefix_query_tokens"]
         metrics = [output.metrics for output in outputs]
         report = Report(
             kv_bytes=stats["pool_bytes"],
@@ -208,8 +206,9 @@ class PagedEnginePeer:
             num_steps=stats["num_steps"] - before["num_steps"],
             num_preemptions=stats["num_preemptions"] - before["num_preemptions"],
             num_fallbacks=stats["num_fallbacks"],
+            prefix_hit_rate=stats["prefix_hit_tokens"] / looked_up if looked_up else None,
         )
-        return [list(output.token_ids) for output in outputs], report
+        return [list(answer.token_ids) for output in outputs for answer in output.outputs], report
 
 
 class PagedHookPeer:
@@ -233,7 +232,10 @@ class PagedHookPeer:
         before = self._stats()
         start = time.monotonic()
         ids, mask = left_padded(requests)
-        lengths = torch.tensor([request.num_output_tokens for request in requests])
+        count = requests[0].num_sequences
+        wanted = [request.num_output_tokens for request in requests for _ in range(count)]
+        lengths = torch.tensor(wanted)
+        several = {"num_return_sequences": count} if count > 1 else {}
         output = self._model.generate(
             ids,
             attention_mask=mask,
@@ -241,6 +243,7 @@ class PagedHookPeer:
             stopping_criteria=StoppingCriteriaList([_RowLength(ids.shape[1] + lengths)]),
             cache_implementation="paged",
             cache_config=self._config,
+            **several,
         )
         seconds = time.monotonic() - start
         rows = output[:, ids.shape[1] :].tolist()
@@ -255,7 +258,7 @@ class PagedHookPeer:
             # without an engine the call can only have run stock's loop
             num_fallbacks=stats.get("num_fallbacks", 1),
         )
-        return [row[: request.num_output_tokens] for row, request in zip(rows, requests, strict=True)], report
+        return [row[:length] for row, length in zip(rows, wanted, strict=True)], report
 
 
 class _RowLength(StoppingCriteria):
@@ -271,16 +274,19 @@ class _RowLength(StoppingCriteria):
         return self._lengths.to(input_ids.device) <= input_ids.shape[1]
 
 
-PEERS: dict[str, type[Peer]] = {
+# A peer is made of the model, the requests that it will get, and the settings.
+PEERS: dict[str, Callable[[PreTrainedModel, Sequence[WorkloadRequest], Settings], Peer]] = {
     "stock generate": StockGenerate,
+    "stock generate, batches of 8": functools.partial(StockGenerate, batch_size=8),
+    "stock generate, by length": functools.partial(StockGenerate, by_length=True),
     "stock generate_batch": StockGenerateBatch,
     "hf_paged engine": PagedEnginePeer,
+    "hf_paged engine, no prefixes": functools.partial(PagedEnginePeer, enable_prefix_caching=False),
     "hf_paged hook": PagedHookPeer,
 }
-OURS = "hf_paged engine"
 
 
-def _sdpa_pages(size: int) -> dict[str, Any]:
+def sdpa_pages(size: int) -> dict[str, Any]:
     """Options whose names differ between the releases of Transformers: pages of `size` tokens, and sdpa kept."""
     names = {field.name for field in fields(ContinuousBatchingConfig)}
     options: dict[str, Any] = {"page_size" if "page_size" in names else "block_size": size}

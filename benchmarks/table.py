@@ -1,25 +1,37 @@
-"""Puts the table of the newest result file into the README, between its two markers.
+"""Puts the tables of the newest result files into the README, between their markers.
 
-    python -m benchmarks.table                    the newest file in benchmarks/results
-    python -m benchmarks.table --result FILE      that file
-    python -m benchmarks.table --check            changes nothing; fails if the README's table is another
+    python -m benchmarks.table                    the newest file in benchmarks/results of each table that it has
+    python -m benchmarks.table --result FILE      that file alone
+    python -m benchmarks.table --check            changes nothing; fails if the README's tables are others
 
-The markers are `<!-- bench:mixed -->` and `<!-- /bench:mixed -->`.
+The markers are `<!-- bench:mixed -->` and `<!-- /bench:mixed -->`; those of the others have `compare`, `serving` or
+`growth` for `mixed`.
 """
 
 from __future__ import annotations
 
 import json
-import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from benchmarks.summary import markdown
+from benchmarks import comparison, summary
+from benchmarks.growth_table import markdown as growth_markdown
+from benchmarks.markers import put
+from benchmarks.serving_table import markdown as serving_markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+
+# What a README shows of each benchmark.
+TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "mixed": summary.markdown,
+    "compare": comparison.headline,
+    "serving": serving_markdown,
+    "growth": growth_markdown,
+}
 
 
 def main(
@@ -27,21 +39,25 @@ def main(
     result: Annotated[Path | None, typer.Option(help="A result file.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Only compare.")] = False,
 ) -> None:
-    """Bring the README's table up to date."""
+    """Bring the README's tables up to date."""
     try:
-        source = result or newest("mixed", RESULTS)
         before = readme.read_text(encoding="utf-8")
-        data = json.loads(source.read_text(encoding="utf-8"))
-        after = put(before, data["benchmark"], markdown(data))
+        marked = [name for name in TABLES if f"<!-- bench:{name} -->" in before]
+        sources = [result] if result else [newest(name, RESULTS) for name in marked]
+        after = before
+        for source in sources:
+            data = json.loads(source.read_text(encoding="utf-8"))
+            after = put(after, data["benchmark"], TABLES[data["benchmark"]](data))
     except (OSError, ValueError) as error:
         raise SystemExit(f"error: {error}") from None
+    names = ", ".join(source.name for source in sources)
     if after == before:
-        typer.echo(f"{readme.name} has the table of {source.name}.")
+        typer.echo(f"{readme.name} has the tables of {names}.")
     elif check:
-        raise SystemExit(f"error: {readme.name} has another table than {source.name}; run python -m benchmarks.table")
+        raise SystemExit(f"error: {readme.name} has other tables than {names}; run python -m benchmarks.table")
     else:
         readme.write_text(after, encoding="utf-8")
-        typer.echo(f"{readme.name} now has the table of {source.name}.")
+        typer.echo(f"{readme.name} now has the tables of {names}.")
 
 
 def newest(benchmark: str, folder: Path) -> Path:
@@ -52,21 +68,9 @@ def newest(benchmark: str, folder: Path) -> Path:
     """
     files = list(folder.glob(f"{benchmark}-*.json"))
     if not files:
-        raise ValueError(f"no result of {benchmark!r} in {folder.name}; run make bench")
+        command = "make bench" if benchmark == "mixed" else f"python -m benchmarks.{benchmark}"
+        raise ValueError(f"no result of {benchmark!r} in {folder.name}; run {command}")
     return max(files, key=lambda path: str(json.loads(path.read_text(encoding="utf-8"))["date"]))
-
-
-def put(text: str, benchmark: str, table: str) -> str:
-    """`text` with what stands between the markers of a benchmark replaced.
-
-    Raises:
-        ValueError: not exactly one pair of markers.
-    """
-    begin, end = f"<!-- bench:{benchmark} -->", f"<!-- /bench:{benchmark} -->"
-    pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
-    if text.count(begin) != 1 or text.count(end) != 1 or not pattern.search(text):
-        raise ValueError(f"the file needs {begin} and behind it {end}, each once")
-    return pattern.sub(lambda _: f"{begin}\n{table}\n{end}", text)
 
 
 if __name__ == "__main__":

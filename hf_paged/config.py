@@ -10,6 +10,7 @@ from hf_paged.errors import ConfigError, nearest
 
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 QUANTISED_KV_DTYPES = ("float8_e4m3fn", "int8")
+LINEAR_BACKENDS = ("auto", "native", "torch")
 KV_DTYPES = ("auto", "float32", "float16", "bfloat16", *QUANTISED_KV_DTYPES)
 
 # What other systems call our settings, so that a typo from habit gets a useful answer.
@@ -66,6 +67,10 @@ class PagedConfig:
         prefix_cache_fraction: share of the pool, in [0, 1), reserved for cached prefixes: running requests evict cached
             blocks only beyond it.
         attention_backend: "auto", or the name of a registered backend; a name that can't run here raises.
+        linear_backend: who multiplies with the weights of `nn.Linear` layers on a CPU. "torch" does, as outside of the
+            engine. "native" is a C kernel that reads the weights as they are, and raises where it can't be built.
+            "auto" takes the kernel where there is one, for as many rows as it is measured to be faster, and leaves
+            models with less than 4 MiB of such weights alone.
         k_dtype: storage type of keys: "auto" for what the model computes, "float32", "float16" or "bfloat16", or
             quantised as "float8_e4m3fn" (or "fp8") or "int8". Quantised keys take one byte a value and 4 bytes a token
             and kv head for a scale: with a head dim of 128, 52% of the bytes of a half type. They are rounded: fp8 by
@@ -85,6 +90,7 @@ class PagedConfig:
     enable_prefix_caching: bool = True
     prefix_cache_fraction: float = 0.0
     attention_backend: str = "auto"
+    linear_backend: str = "auto"
     k_dtype: str = "auto"
     v_dtype: str = "auto"
 
@@ -125,6 +131,8 @@ class PagedConfig:
         share = self.prefix_cache_fraction
         self._require("prefix_cache_fraction", self._number(share) and 0 <= share < 1, "at least 0 and below 1")
         self._require("attention_backend", isinstance(self.attention_backend, str), "the name of a backend, or 'auto'")
+        backends = ", ".join(LINEAR_BACKENDS)
+        self._require("linear_backend", self.linear_backend in LINEAR_BACKENDS, f"one of {backends}")
         self._require("k_dtype", self.k_dtype in KV_DTYPES, f"one of {', '.join(KV_DTYPES)}")
         self._require("v_dtype", self.v_dtype in KV_DTYPES, f"one of {', '.join(KV_DTYPES)}")
 

@@ -33,7 +33,6 @@ class Tally:
             self.tokens += tokens
             self.differing_tokens += differing
 
-
     def counts(self) -> tuple[int, int, int, list[str]]:
         """All of it, in types that go from process to process."""
         return self.comparisons, self.tokens, self.differing_tokens, self.notes

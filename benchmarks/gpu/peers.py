@@ -13,7 +13,7 @@ from transformers import ContinuousBatchingConfig, PreTrainedModel, StoppingCrit
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
 import hf_paged
-from benchmarks.peers import _sdpa_pages, left_padded
+from benchmarks.peers import left_padded, sdpa_pages
 from benchmarks.workloads import WorkloadRequest
 
 Tokens = list[list[int]]
@@ -128,7 +128,7 @@ def run_generate_batch(job: Job) -> tuple[Run, Callable[[], None]]:
     config = ContinuousBatchingConfig(
         num_blocks=job.num_tokens // PAGE_SIZE + 2 * len(job.requests),
         max_batch_tokens=job.max_batch_tokens,
-        **_sdpa_pages(PAGE_SIZE),
+        **sdpa_pages(PAGE_SIZE),
     )
     hints = WorkloadHints(
         max_prompt_length=max(len(request.prompt_ids) for request in job.requests),

@@ -137,6 +137,50 @@ def generate(
     raise typer.Exit(run_generate(options))
 
 
+@app.command()
+def bench(
+    model: Annotated[
+        str, typer.Option(metavar="FOLDER", help="A model folder, or 'embedded' for SmolLM2-135M-Instruct.")
+    ],
+    prompts: Annotated[
+        Optional[Path],
+        typer.Option(
+            metavar="FILE", help="Text with a prompt a line, or .jsonl as for generate. Default: the demo's 32."
+        ),
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Most tokens an answer; a line may have its own.")
+    ] = 64,
+    chat: Annotated[
+        Optional[bool], typer.Option("--chat/--no-chat", help="Use the chat template. Default: if there is one.")
+    ] = None,
+    threads: Annotated[
+        Optional[int], typer.Option(metavar="N", min=1, help="CPU threads; torch's choice by default.")
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(metavar="N", min=0, help="Time for trying other settings; 0 tries none.")
+    ] = 120.0,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of the tables.")] = False,
+) -> None:
+    """Measure your model and prompts, stock against paged.
+
+    Greedy, padded batches of 16 against the engine, and the block size and token budget that suit this machine. Exit
+    code 1 if a float32 answer differs where stock's two best tokens are no tie.
+    """
+    from hf_paged.commands.bench import BenchOptions, run_bench
+
+    options = BenchOptions(
+        model=model,
+        prompts=prompts,
+        max_new_tokens=max_new_tokens,
+        chat=chat,
+        threads=threads,
+        seconds=seconds,
+        as_json=as_json,
+    )
+    raise typer.Exit(run_bench(options))
+
+
 kernels = typer.Typer(help="Look into the Triton kernels.", no_args_is_help=True)
 app.add_typer(kernels, name="kernels")
 

@@ -95,7 +95,8 @@ def _block_table(scheduled: SequenceOf[ScheduledSequence], group: int) -> npt.ND
 def _logits_rows(
     scheduled: SequenceOf[ScheduledSequence], query_start: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], tuple[LogitsRows, ...]]:
-    keep, rows, total = [], [], 0
+    keep: list[int] = []
+    rows: list[LogitsRows] = []
     bounds = query_start.tolist()  # host: a numpy array
     for item, start, stop in zip(scheduled, bounds, bounds[1:], strict=False):
         sequence = item.sequence
@@ -104,10 +105,10 @@ def _logits_rows(
         if not in_prompt and not item.is_last_chunk:
             continue
         first = start if in_prompt else stop - 1
-        keep.append(np.arange(first, stop))
+        total = len(keep)
+        keep.extend(range(first, stop))
         first_position = sequence.num_computed_tokens + first - start
-        rows.append(LogitsRows(sequence, total, total + stop - first, first_position, item.is_last_chunk))
-        total += stop - first
+        rows.append(LogitsRows(sequence, total, len(keep), first_position, item.is_last_chunk))
     if not keep:  # a step of middle chunks only: one row all the same, since not every model takes none
-        keep.append(query_start[-1:] - 1)
-    return np.concatenate(keep), tuple(rows)
+        keep.append(bounds[-1] - 1)
+    return np.array(keep, dtype=np.int64), tuple(rows)

@@ -80,6 +80,7 @@ class EngineCore:
 
         Sequences that run go on in the tree that they began in.
         """
+        self.runner.look_at_linears()
         if not self.config.enable_prefix_caching:
             return
         weights = weights_fingerprint(self.get_model())

@@ -20,6 +20,7 @@ from hf_paged.engine.probe import accepts_logits_to_keep, probe_layout
 from hf_paged.errors import PackedStepError
 from hf_paged.kernels.metadata import PackedStep, packed_step
 from hf_paged.kernels.registry import resolve_backend
+from hf_paged.linears.swap import LinearSwap
 from hf_paged.scheduler.output import SchedulerOutput
 
 
@@ -32,7 +33,7 @@ class ModelRunner:
 
     Raises:
         UnsupportedModelError: the model can't run packed.
-        ConfigError: the attention backend is unknown or can't run here.
+        ConfigError: the attention backend is unknown or can't run here, or the linear backend can't.
     """
 
     def __init__(self, get_model: Callable[[], PreTrainedModel], config: PagedConfig) -> None:
@@ -47,6 +48,13 @@ class ModelRunner:
         self.backend = resolve_backend(config.attention_backend, self.device)
         self.cache: StepCache | None = None
         self._keeps_logits = accepts_logits_to_keep(model)
+        self.linears = LinearSwap(config.linear_backend)
+        self.look_at_linears()
+
+    def look_at_linears(self) -> None:
+        """Finds the linear layers that may run natively; once a call, since a model may have got others."""
+        with self.lock:
+            self.linears.look(self._get_model())
 
     def probe(self, num_tokens: int) -> None:
         """Runs a forward of `num_tokens` tokens that touches no pool, to see what a step allocates."""
@@ -127,7 +135,7 @@ class ModelRunner:
     def _forward(self, batch: PackedBatch) -> torch.Tensor:
         model = self._get_model()
         step = PackedStep(self.cache, batch.metadata)
-        with paged_attention(self._configs, model), packed_step(step):
+        with paged_attention(self._configs, model), self.linears.installed(), packed_step(step):
             result = model(
                 input_ids=batch.input_ids,
                 position_ids=batch.position_ids,

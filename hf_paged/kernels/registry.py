@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TypeVar
 
 import torch
 
 from hf_paged.errors import ConfigError, nearest
 from hf_paged.kernels.backend import AttentionBackend
+from hf_paged.kernels.cpu.backend import NativeBackend
 from hf_paged.kernels.reference import ReferenceBackend
 from hf_paged.kernels.torch_backend import TorchBackend
 from hf_paged.kernels.triton.backend import TritonBackend
 
+logger = logging.getLogger("hf_paged")
+
 _backends: dict[str, type[AttentionBackend]] = {}
+_said: set[str] = set()  # what "auto" has said in this process
 
 _Backend = TypeVar("_Backend", bound=AttentionBackend)
 
@@ -50,32 +55,60 @@ def available_backends(device: torch.device | str | None = None) -> dict[str, st
 def resolve_backend(name: str, device: torch.device | str) -> AttentionBackend:
     """A new backend by its name, or the best that can run on a device for "auto".
 
+    A backend may still find out that it can't run when it is made, and raise ConfigError. "auto" then takes the next
+    one. If one that is meant for this type of device can't run, it says so, once a process.
+
     Raises:
         ConfigError: the name is unknown, or the backend can't run there.
     """
     device = torch.device(device)
-    reasons = available_backends(device)
     if name == "auto":
-        candidates = [
-            cls
-            for cls in _backends.values()
-            if cls.auto_priority is not None
-            and device.type in (cls.auto_device_types or (device.type,))
-            and reasons[cls.name] is None
-        ]
-        if not candidates:
-            raise ConfigError(f"No attention backend can run on {device}; move the model to another device.")
-        return max(candidates, key=lambda cls: cls.auto_priority or 0)()
+        return _resolve_best(device)
     if name not in _backends:
         raise ConfigError(f"There is no attention backend {name!r}: {nearest(name, [*_backends, 'auto'])}")
-    if reasons[name] is not None:
-        raise ConfigError(
-            f"The attention backend {name!r} can't run on {device}: {reasons[name]}; "
-            "choose another one, or attention_backend='auto'."
-        )
-    return _backends[name]()
+    reason = _backends[name].unavailable_reason(device)
+    if reason is None:
+        try:
+            return _backends[name]()
+        except ConfigError as error:
+            reason = str(error)
+    raise ConfigError(
+        f"The attention backend {name!r} can't run on {device}: {reason}; "
+        "choose another one, or attention_backend='auto'."
+    )
+
+
+def _resolve_best(device: torch.device) -> AttentionBackend:
+    candidates = [
+        cls
+        for cls in _backends.values()
+        if cls.auto_priority is not None and device.type in (cls.auto_device_types or (device.type,))
+    ]
+    failed: list[tuple[str, str]] = []
+    for cls in sorted(candidates, key=lambda cls: -(cls.auto_priority or 0)):
+        reason = cls.unavailable_reason(device)
+        if reason is None:
+            try:
+                backend = cls()
+            except ConfigError as error:
+                reason = str(error)
+            else:
+                _say_once(failed, cls.name, device)
+                return backend
+        if cls.auto_device_types is not None:
+            failed.append((cls.name, reason))
+    raise ConfigError(f"No attention backend can run on {device}; move the model to another device.")
+
+
+def _say_once(failed: list[tuple[str, str]], chosen: str, device: torch.device) -> None:
+    for name, reason in failed:
+        message = f"Attention on {device.type} takes the {chosen} backend: the {name} one can't run, since {reason}."
+        if message not in _said:
+            _said.add(message)
+            logger.warning(message)
 
 
 register_backend(TritonBackend)
+register_backend(NativeBackend)
 register_backend(TorchBackend)
 register_backend(ReferenceBackend)

@@ -115,12 +115,14 @@ class Scheduler:
         return True
 
     def _schedule_waiting(self, scheduled: list[ScheduledSequence], copies: list[list[BlockCopy]], budget: int) -> int:
+        spare: int | None = None  # summed once a step; who is admitted adds its own
         while self._waiting and budget and len(scheduled) < self.max_sequences:
             sequence = self._waiting[0][1]
             if sequence.state is not SequenceState.WAITING:
                 heapq.heappop(self._waiting)
                 continue
-            spare = self._spare_blocks()
+            if spare is None:
+                spare = sum(map(self._spare_blocks, self.running))
             state = (sequence.order, spare, *(pool.num_allocatable for pool in self.allocator.pools))
             if state == self._blocked:
                 break  # nothing has changed since it didn't fit
@@ -142,6 +144,7 @@ class Scheduler:
                 group.extend(group_copies)
             scheduled.append(ScheduledSequence(sequence, num_new_tokens))
             budget -= num_new_tokens
+            spare += self._spare_blocks(sequence)
         return budget
 
     def _count_prefix(self, sequence: Sequence) -> None:
@@ -154,17 +157,10 @@ class Scheduler:
                 self.prefix_query_tokens += request.num_prompt_tokens
                 self.prefix_hit_tokens += sequence.num_computed_tokens
 
-    def _spare_blocks(self) -> int:
-        # what those that run still need for the tokens they have and for the next one, if they may get it
-        blocks_for = self.allocator.blocks_for
-        return sum(
-            max(
-                0,
-                blocks_for(min(sequence.num_tokens + 1, sequence.request.max_computed_tokens))
-                - len(sequence.block_tables[0]),
-            )
-            for sequence in self.running
-        )
+    def _spare_blocks(self, sequence: Sequence) -> int:
+        # what one that runs still needs for the tokens it has and for the next one, if it may get it
+        num_tokens = min(sequence.num_tokens + 1, sequence.request.max_computed_tokens)
+        return max(0, self.allocator.blocks_for(num_tokens) - len(sequence.block_tables[0]))
 
     def _run(self, sequence: Sequence) -> None:
         sequence.state = SequenceState.RUNNING

@@ -104,9 +104,9 @@ def test_forks_copy_scales_with_their_blocks(types: tuple[str, str], monkeypatch
     monkeypatch.setattr(TorchBackend, "copy_blocks", counted)
     prompt = random_prompt(16, seed=85)
     sampled = {"do_sample": True, "seed": 5, "num_return_sequences": 3}
-    on_a_border = tokens(engine_with(types, block_size=16), [prompt], **sampled)
+    on_a_border = tokens(engine_with(types, block_size=16, attention_backend="torch"), [prompt], **sampled)
     assert not copies
-    within_a_block = tokens(engine_with(types, block_size=64), [prompt], **sampled)
+    within_a_block = tokens(engine_with(types, block_size=64, attention_backend="torch"), [prompt], **sampled)
     assert copies
     assert_same(within_a_block, on_a_border)
     assert len({tuple(row) for row in on_a_border}) > 1
@@ -203,4 +203,4 @@ def test_the_proof_of_packing_is_as_strict_with_a_quantised_pool(monkeypatch: py
 
     monkeypatch.setattr(TorchBackend, "attend", slightly_wrong)
     with pytest.raises(UnsupportedModelError, match="can't run packed"):
-        engine_with(("fp8", "fp8"))
+        engine_with(("fp8", "fp8"), attention_backend="torch")

@@ -26,12 +26,23 @@ ALLOWED = {
     "cache": {"kernels"},
     "scheduler": {"cache"},
     "kernels": set(),
-    "engine": {"cache", "scheduler", "kernels"},
-    "integrations": {"cache", "scheduler", "kernels", "engine"},
-    "server": {"cache", "scheduler", "kernels", "engine", "integrations"},
-    "distributed": {"cache", "scheduler", "kernels", "engine", "integrations"},
+    "linears": {"kernels"},
+    "engine": {"cache", "scheduler", "kernels", "linears"},
+    "integrations": {"cache", "scheduler", "kernels", "linears", "engine"},
+    "server": {"cache", "scheduler", "kernels", "linears", "engine", "integrations"},
+    "distributed": {"cache", "scheduler", "kernels", "linears", "engine", "integrations"},
     "simulate": {"cache", "scheduler"},
-    "commands": {"cache", "scheduler", "kernels", "engine", "integrations", "server", "distributed", "simulate"},
+    "commands": {
+        "cache",
+        "scheduler",
+        "kernels",
+        "linears",
+        "engine",
+        "integrations",
+        "server",
+        "distributed",
+        "simulate",
+    },
 }
 
 

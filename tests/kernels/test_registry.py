@@ -9,6 +9,7 @@ import torch
 
 from hf_paged.errors import ConfigError
 from hf_paged.kernels import registry
+from hf_paged.kernels.cpu.backend import NativeBackend
 from hf_paged.kernels.reference import ReferenceBackend
 from hf_paged.kernels.registry import available_backends, register_backend, resolve_backend
 from hf_paged.kernels.torch_backend import TorchBackend
@@ -19,13 +20,18 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def _restored_registry() -> Iterator[None]:
     before = dict(registry._backends)
+    said = set(registry._said)
+    registry._said.clear()
     yield
+    registry._said.clear()
+    registry._said.update(said)
     registry._backends.clear()
     registry._backends.update(before)
 
 
-def test_auto_is_the_torch_backend_on_a_cpu() -> None:
-    assert type(resolve_backend("auto", CPU)) is TorchBackend
+def test_auto_is_the_native_backend_on_a_cpu_where_it_can_be_built() -> None:
+    reason = available_backends(CPU)["native"]
+    assert type(resolve_backend("auto", CPU)) is (NativeBackend if reason is None else TorchBackend)
 
 
 def test_names_resolve_to_new_instances() -> None:
@@ -64,7 +70,7 @@ def test_auto_takes_the_highest_priority_that_can_run() -> None:
     @register_backend
     class Fast(TorchBackend):
         name = "fast"
-        auto_priority = 10
+        auto_priority = 15
 
     @register_backend
     class Faster(TorchBackend):
@@ -80,12 +86,35 @@ def test_auto_takes_the_highest_priority_that_can_run() -> None:
         resolve_backend("faster", CPU)
     reasons = available_backends(CPU)
     assert reasons.pop("triton", None) in (None, "triton is not installed")
+    del reasons["native"]  # as the machine is
     assert reasons == {
         "torch": None,
         "reference": None,
         "fast": None,
         "faster": "it needs a card that nobody has",
     }
+
+
+def test_a_backend_that_fails_when_it_is_made_is_passed_by_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    @register_backend
+    class Fragile(TorchBackend):
+        name = "fragile"
+        auto_priority = 99
+        auto_device_types = ("cpu",)
+
+        def __init__(self) -> None:
+            raise ConfigError("it broke while it was made")
+
+    with caplog.at_level("WARNING", logger="hf_paged"):
+        chosen = [resolve_backend("auto", CPU) for _ in range(2)]
+    assert {type(backend).name for backend in chosen} <= {"native", "torch"}
+    (message,) = [record.getMessage() for record in caplog.records if "fragile" in record.getMessage()]
+    assert message == (
+        f"Attention on cpu takes the {chosen[0].name} backend: "
+        "the fragile one can't run, since it broke while it was made."
+    )
+    with pytest.raises(ConfigError, match="'fragile' can't run on cpu: it broke while it was made; choose another one"):
+        resolve_backend("fragile", CPU)
 
 
 def test_reasons_are_those_of_the_device() -> None:

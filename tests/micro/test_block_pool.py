@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
+from benchmarks.host import BLOCK_SIZE, computed, fill_with_cached, make_allocator, make_sequence
 from hf_paged.cache.allocator import BlockAllocator
 from hf_paged.cache.block_pool import BlockPool
 from hf_paged.request import Request, Sequence
-from tests.micro.requests import BLOCK_SIZE, computed, make_allocator, make_sequence
 
 NUM_BLOCKS = 100_000
 BLOCKS_PER_SEQUENCE = 1_000
@@ -16,11 +16,10 @@ BLOCKS_PER_SEQUENCE = 1_000
 
 @pytest.fixture(scope="module")
 def used() -> BlockAllocator:
-    """A pool that has cached the blocks of 20 sequences of 1,000 blocks, which came and went."""
+    """A pool whose 100,000 blocks are all cached, of 100 sequences that came and went."""
     allocator = make_allocator(NUM_BLOCKS)
-    for index in range(20):
-        allocator.free(computed(allocator, make_sequence(index, BLOCKS_PER_SEQUENCE * BLOCK_SIZE)))
-    assert allocator.pools[0].num_cached_unreferenced == 20 * BLOCKS_PER_SEQUENCE
+    fill_with_cached(allocator, NUM_BLOCKS // BLOCKS_PER_SEQUENCE, BLOCKS_PER_SEQUENCE)
+    assert allocator.pools[0].num_cached_unreferenced == NUM_BLOCKS
     return allocator
 
 
@@ -64,8 +63,7 @@ def test_forking_a_sequence_of_a_thousand_blocks(benchmark: BenchmarkFixture) ->
 
 def test_allocating_from_a_pool_where_every_block_must_be_evicted(benchmark: BenchmarkFixture) -> None:
     allocator = make_allocator(2 * BLOCKS_PER_SEQUENCE)
-    for index in range(2):
-        allocator.free(computed(allocator, make_sequence(index, BLOCKS_PER_SEQUENCE * BLOCK_SIZE)))
+    fill_with_cached(allocator, 2, BLOCKS_PER_SEQUENCE)
     newcomers = iter(range(100, 1_000_000))
 
     def evict_a_thousand() -> None:

@@ -6,10 +6,10 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
+from benchmarks.host import BLOCK_SIZE, make_sequence, running
 from hf_paged.engine.batch import PackedBatch, pack
 from hf_paged.kernels.torch_plan import Plan, plan_of
 from hf_paged.scheduler.output import SchedulerOutput
-from tests.micro.requests import BLOCK_SIZE, make_sequence, running
 
 CPU = torch.device("cpu")
 

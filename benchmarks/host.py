@@ -1,4 +1,4 @@
-"""Requests and steps of a given size, without a model."""
+"""Requests and steps of a given size, without a model: what the host does in a step, for micro-benchmarks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ BLOCK_SIZE = 16
 
 
 def make_allocator(num_blocks: int, *, max_batch_tokens: int = 512, max_sequences: int = 1024) -> BlockAllocator:
+    """A pool for full attention."""
     return BlockAllocator(
         [BlockGroup()], BLOCK_SIZE, num_blocks, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences
     )
@@ -31,6 +32,12 @@ def computed(allocator: BlockAllocator, sequence: Sequence) -> Sequence:
     return sequence
 
 
+def fill_with_cached(allocator: BlockAllocator, num_sequences: int, blocks_per_sequence: int) -> None:
+    """Lets sequences come and go; their blocks stay cached."""
+    for index in range(num_sequences):
+        allocator.free(computed(allocator, make_sequence(index, blocks_per_sequence * BLOCK_SIZE)))
+
+
 def running(num_sequences: int, num_tokens: int, num_blocks: int) -> Scheduler:
     """A scheduler whose sequences have computed their prompts, and have their next token."""
     budget = num_sequences * num_tokens
@@ -41,6 +48,13 @@ def running(num_sequences: int, num_tokens: int, num_blocks: int) -> Scheduler:
     finish_step(scheduler, scheduler.schedule())
     assert len(scheduler.running) == num_sequences
     return scheduler
+
+
+def add_waiting(scheduler: Scheduler, count: int, num_tokens: int) -> None:
+    """Queues newcomers behind those that run."""
+    first = len(scheduler.running)
+    for index in range(first, first + count):
+        scheduler.add(make_sequence(index, num_tokens))
 
 
 def finish_step(scheduler: Scheduler, output: SchedulerOutput) -> None:

@@ -1,0 +1,1 @@
+"""Paged attention on a CPU in plain C, compiled on the machine that runs it."""

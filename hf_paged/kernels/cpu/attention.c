@@ -1,0 +1,645 @@
+/* Paged attention on a CPU: two kernels behind one call, over items that threads take one after another.
+
+   item           one kv head of one sequence, some rows, a range of keys that at least one of the rows sees
+   row            a query and one of the G query heads of the kv head: row r is query r / G, head r % G
+   few rows       K and V are read where they lie, four keys by up to three rows at a time. Bound by memory
+   many rows      a tile of keys is copied once, transposed, and multiplied with all rows. Bound by products
+   partial        items of one sequence that share its keys leave (highest, total, sums) here; joined at the end
+
+   What an item computes depends on nothing but its own sequence: not on the batch, nor on the number of threads.
+   Sums are float32. A score that is NaN makes its row NaN, and no other sequence's. */
+
+#include <stdint.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+#define RESTRICT __restrict__
+
+enum { FLOAT32, BFLOAT16, FLOAT16, INT8 };
+
+enum { LANES = 8 };     /* of the kernel for few rows; half of it where registers are short */
+enum { KEY_TILE = 64 }; /* keys at a time */
+enum { MAX_ROWS = 96 }; /* of an item */
+enum { FEW_ROWS = 12 }; /* up to here keys are read in place */
+
+/* The block of the matrix product: as many accumulators as registers hold, with room for the operands. */
+#if defined(__AVX512F__)
+enum { WIDE = 16, PRODUCT_ROWS = 8, PRODUCT_VECTORS = 2 };
+#elif defined(__AVX__)
+enum { WIDE = 8, PRODUCT_ROWS = 6, PRODUCT_VECTORS = 2 };
+#else
+enum { WIDE = 4, PRODUCT_ROWS = 4, PRODUCT_VECTORS = 4 };
+#endif
+enum { PRODUCT_COLUMNS = WIDE * PRODUCT_VECTORS };
+enum { PADDED_ROWS = (MAX_ROWS + PRODUCT_ROWS - 1) / PRODUCT_ROWS * PRODUCT_ROWS };
+
+typedef float Lanes __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef float Quad __attribute__((vector_size(16), aligned(4), may_alias));
+typedef float Wide __attribute__((vector_size(WIDE * 4), aligned(4), may_alias));
+
+#if defined(__clang__)
+#define SHUFFLE8(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#define SHUFFLE4(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+typedef int32_t Index8 __attribute__((vector_size(32)));
+typedef int32_t Index4 __attribute__((vector_size(16)));
+#define SHUFFLE8(a, b, ...) __builtin_shuffle(a, b, (Index8){__VA_ARGS__})
+#define SHUFFLE4(a, b, ...) __builtin_shuffle(a, b, (Index4){__VA_ARGS__})
+#endif
+
+static const float LOWEST = -1e30f; /* below any score, and finite: -inf - -inf is NaN */
+
+typedef struct {
+  int64_t table_row;
+  int64_t token;     /* the sequence's first in the packed batch */
+  int64_t position;  /* of that token in the sequence */
+  int64_t row_begin, row_end;
+  int64_t key_begin, key_end;
+  int64_t partial;   /* first row among the partial results; -1: the item has all keys, and writes the result */
+  int64_t is_first;  /* the first keys of the sequence: takes the sinks */
+  int64_t kv_head;
+} Item;
+
+typedef struct {
+  int64_t token, row_begin, row_end, kv_head;
+  int64_t partial, num_splits; /* of split i: from row partial + i * (row_end - row_begin) */
+} Join;
+
+typedef struct {
+  const void *query; /* [T, Hq, D], D contiguous */
+  void *out;         /* [T, Hq, Dv] */
+  const void *keys, *values; /* [slots, Hkv, D], [slots, Hkv, Dv] */
+  const float *key_scales, *value_scales; /* [slots, Hkv], or NULL */
+  const float *sinks; /* [Hq], or NULL */
+  const int32_t *block_table;
+  const Item *items;
+  const int64_t *bundles; /* [num_bundles + 1]: bundle b is the items bundles[b] .. bundles[b + 1] - 1 */
+  const Join *joins;
+  float *partials;
+  float *scratch;
+  int64_t num_bundles, num_joins, num_threads, scratch_size;
+  int64_t table_stride, token_stride, head_stride;
+  int64_t num_kv_heads, group_size, head_dim, value_dim, block_size;
+  int64_t window, chunk; /* 0: none */
+  int64_t query_type, key_type, value_type;
+  double scale, softcap; /* softcap 0: none */
+} Step;
+
+/* One thread's memory, floats. Strides are padded so that products need no tails. */
+typedef struct {
+  int64_t key_stride, value_stride;
+  float *query;    /* [PADDED_ROWS][key_stride], times the scale */
+  float *scores;   /* [PADDED_ROWS][SCORE_STRIDE] */
+  float *sums;     /* [PADDED_ROWS][value_stride] */
+  float *highest, *total, *decay; /* [PADDED_ROWS] */
+  float *key_scales, *value_scales; /* [KEY_TILE] */
+  float *keys;     /* converted [KEY_TILE][key_stride] */
+  float *packed;   /* transposed [key_stride][KEY_TILE] */
+  float *values;   /* [KEY_TILE][value_stride] */
+} Scratch;
+
+enum { SCORE_STRIDE = KEY_TILE + LANES };
+
+INLINE int64_t padded(int64_t size) { return (size + PRODUCT_COLUMNS - 1) / PRODUCT_COLUMNS * PRODUCT_COLUMNS; }
+
+static int64_t lay_out(Scratch *s, float *base, int64_t head_dim, int64_t value_dim) {
+  s->key_stride = padded(head_dim);
+  s->value_stride = padded(value_dim);
+  int64_t offset = 0;
+#define PLACE(name, size) (s->name = base + offset, offset += (size))
+  PLACE(query, PADDED_ROWS * s->key_stride);
+  PLACE(scores, PADDED_ROWS * SCORE_STRIDE);
+  PLACE(sums, PADDED_ROWS * s->value_stride);
+  PLACE(highest, PADDED_ROWS);
+  PLACE(total, PADDED_ROWS);
+  PLACE(decay, PADDED_ROWS);
+  PLACE(key_scales, KEY_TILE);
+  PLACE(value_scales, KEY_TILE);
+  PLACE(keys, KEY_TILE * s->key_stride);
+  PLACE(packed, KEY_TILE * s->key_stride);
+  PLACE(values, KEY_TILE * s->value_stride);
+#undef PLACE
+  return (offset + 31) / 16 * 16; /* and a cache line between threads */
+}
+
+/* ---- numbers ---- */
+
+typedef union {
+  float f;
+  uint32_t u;
+} Bits;
+
+/* exp for x <= 88: within 2 units in the last place; 0 below -87.3, where results would be subnormal. NaN stays. */
+INLINE float exponential(float x) {
+  const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer, which its low bits then hold */
+  float bounded = x < -87.33f ? -87.33f : x;
+  Bits n = {.f = bounded * 1.44269504f + magic};
+  float whole = n.f - magic;
+  float r = bounded - whole * 0.693359375f + whole * 2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  Bits power = {.u = (n.u + 127u) << 23};
+  float result = p * power.f;
+  return x < -87.33f ? 0.0f : result;
+}
+
+INLINE float hyperbolic_tangent(float x) {
+  Bits bits = {.f = x};
+  uint32_t sign = bits.u & 0x80000000u;
+  bits.u ^= sign;
+  float size = bits.f > 9.1f ? 9.1f : bits.f; /* 1 from there on */
+  float square = size * size;
+  float p = -5.70498872745e-3f;
+  p = p * square + 2.06390887954e-2f;
+  p = p * square - 5.37397155531e-2f;
+  p = p * square + 1.33314422036e-1f;
+  p = p * square - 3.33332819422e-1f;
+  float small = p * square * size + size;
+  float large = 1.0f - 2.0f / (exponential(2.0f * size) + 1.0f);
+  Bits result = {.f = size < 0.625f ? small : large};
+  result.u |= sign;
+  return result.f;
+}
+
+INLINE float from_bfloat16(uint16_t x) {
+  Bits bits = {.u = (uint32_t)x << 16};
+  return bits.f;
+}
+
+INLINE float from_float16(uint16_t x) {
+  Bits bits = {.u = (uint32_t)(x & 0x7fffu) << 13};
+  bits.f *= 5.192296858534828e33f; /* 2^112, the difference of the exponents' biases: subnormals come right, too */
+  bits.u |= (x & 0x7c00u) == 0x7c00u ? 0x7f800000u : 0u;
+  bits.u |= (uint32_t)(x & 0x8000u) << 16;
+  return bits.f;
+}
+
+INLINE uint16_t to_bfloat16(float x) {
+  Bits bits = {.f = x};
+  uint32_t rounded = (bits.u + 0x7fffu + (bits.u >> 16 & 1u)) >> 16;
+  return (uint16_t)(x != x ? 0x7fc0u : rounded);
+}
+
+INLINE uint16_t to_float16(float x) {
+  Bits bits = {.f = x};
+  uint32_t sign = bits.u >> 16 & 0x8000u;
+  bits.u &= 0x7fffffffu;
+  if (bits.u > 0x7f800000u) return (uint16_t)(sign | 0x7e00u);
+  if (bits.u >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u); /* rounds to 65536 or more */
+  if (bits.u < 0x38800000u) { /* subnormal: adding 0.5 shifts the bits into place, and rounds */
+    bits.f += 0.5f;
+    return (uint16_t)(sign | (bits.u - 0x3f000000u));
+  }
+  return (uint16_t)(sign | ((bits.u - 0x38000000u + 0xfffu + (bits.u >> 13 & 1u)) >> 13));
+}
+
+/* n numbers of a type, times a factor */
+static void widen(float *RESTRICT to, const void *from, int64_t type, int64_t n, float factor) {
+  if (type == FLOAT32) {
+    const float *x = from;
+    for (int64_t i = 0; i < n; i++) to[i] = x[i] * factor;
+  } else if (type == BFLOAT16) {
+    const uint16_t *x = from;
+    for (int64_t i = 0; i < n; i++) to[i] = from_bfloat16(x[i]) * factor;
+  } else if (type == FLOAT16) {
+    const uint16_t *x = from;
+    for (int64_t i = 0; i < n; i++) to[i] = from_float16(x[i]) * factor;
+  } else {
+    const int8_t *x = from;
+    for (int64_t i = 0; i < n; i++) to[i] = (float)x[i] * factor;
+  }
+}
+
+INLINE int64_t bytes_of(int64_t type) { return type == FLOAT32 ? 4 : type == INT8 ? 1 : 2; }
+
+static void narrow(void *to, const float *from, int64_t type, int64_t n, float factor) {
+  if (type == FLOAT32) {
+    float *x = to;
+    for (int64_t i = 0; i < n; i++) x[i] = from[i] * factor;
+  } else if (type == BFLOAT16) {
+    uint16_t *x = to;
+    for (int64_t i = 0; i < n; i++) x[i] = to_bfloat16(from[i] * factor);
+  } else {
+    uint16_t *x = to;
+    for (int64_t i = 0; i < n; i++) x[i] = to_float16(from[i] * factor);
+  }
+}
+
+/* ---- what both kernels share ---- */
+
+INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+INLINE int64_t first_seen(const Step *step, int64_t position) {
+  int64_t first = 0;
+  if (step->window) first = larger(first, position - step->window + 1);
+  if (step->chunk) first = larger(first, position / step->chunk * step->chunk);
+  return first;
+}
+
+/* Rows of the cache, slot * Hkv + head, of the n keys from `begin` on. */
+INLINE void find_rows(const Step *step, const Item *item, int64_t begin, int64_t n, int64_t *rows) {
+  const int32_t *table = step->block_table + item->table_row * step->table_stride;
+  int64_t block = begin / step->block_size, offset = begin % step->block_size;
+  for (int64_t i = 0; i < n; block++, offset = 0) {
+    int64_t slot = table[block] * step->block_size + offset;
+    int64_t end = smaller(n, i + step->block_size - offset);
+    for (; i < end; i++, slot++) rows[i] = slot * step->num_kv_heads + item->kv_head;
+  }
+}
+
+static void begin_item(const Step *step, const Item *item, Scratch *s) {
+  for (int64_t r = item->row_begin; r < item->row_end; r++) {
+    int64_t i = r - item->row_begin, head = item->kv_head * step->group_size + r % step->group_size;
+    int64_t token = item->token + r / step->group_size;
+    const char *query = step->query;
+    query += (token * step->token_stride + head * step->head_stride) * bytes_of(step->query_type);
+    widen(s->query + i * s->key_stride, query, step->query_type, step->head_dim, (float)step->scale);
+    int has_sink = step->sinks && item->is_first;
+    s->highest[i] = has_sink ? step->sinks[head] : LOWEST;
+    s->total[i] = has_sink ? 1.0f : 0.0f; /* a key seen by all, whose value is zero */
+  }
+}
+
+static void end_item(const Step *step, const Item *item, Scratch *s) {
+  int64_t num_rows = item->row_end - item->row_begin;
+  if (item->partial >= 0) {
+    for (int64_t i = 0; i < num_rows; i++) {
+      float *partial = step->partials + (item->partial + i) * (step->value_dim + 2);
+      partial[0] = s->highest[i];
+      partial[1] = s->total[i];
+      memcpy(partial + 2, s->sums + i * s->value_stride, step->value_dim * sizeof(float));
+    }
+    return;
+  }
+  for (int64_t i = 0; i < num_rows; i++) {
+    int64_t r = item->row_begin + i, head = item->kv_head * step->group_size + r % step->group_size;
+    int64_t token = item->token + r / step->group_size;
+    char *out = step->out;
+    out += ((token * step->num_kv_heads * step->group_size + head) * step->value_dim) * bytes_of(step->query_type);
+    narrow(out, s->sums + i * s->value_stride, step->query_type, step->value_dim, 1.0f / s->total[i]);
+  }
+}
+
+/* Scores of a row and a tile of n keys, of them seen: first .. last - 1, become weights; n is padded to `width`. */
+INLINE void soften(const Step *step, Scratch *s, int64_t row, int64_t first, int64_t last, int64_t width) {
+  float *RESTRICT x = s->scores + row * SCORE_STRIDE;
+  if (step->key_scales) {
+    const float *RESTRICT factors = s->key_scales;
+    for (int64_t i = 0; i < width; i++) x[i] *= factors[i];
+  }
+  if (step->softcap != 0) {
+    float cap = (float)step->softcap;
+    for (int64_t i = 0; i < width; i++) x[i] = cap * hyperbolic_tangent(x[i] / cap);
+  }
+  for (int64_t i = 0; i < first; i++) x[i] = -__builtin_inff();
+  for (int64_t i = last; i < width; i++) x[i] = -__builtin_inff();
+
+  float before = s->highest[row], highest = before, total = 0;
+#pragma omp simd reduction(max : highest)
+  for (int64_t i = 0; i < width; i++) highest = x[i] > highest ? x[i] : highest;
+#pragma omp simd reduction(+ : total)
+  for (int64_t i = 0; i < width; i++) {
+    float weight = exponential(x[i] - highest);
+    x[i] = weight;
+    total += weight;
+  }
+  float decay = exponential(before - highest);
+  s->highest[row] = highest;
+  s->decay[row] = decay;
+  s->total[row] = s->total[row] * decay + total;
+  if (step->value_scales) {
+    const float *RESTRICT factors = s->value_scales;
+    for (int64_t i = first; i < last; i++) x[i] *= factors[i];
+  }
+}
+
+/* soften() for all rows of an item */
+static void soften_rows(const Step *step, const Item *item, Scratch *s, int64_t begin, int64_t n, int64_t width) {
+  int64_t num_rows = item->row_end - item->row_begin;
+  for (int64_t i = 0; i < num_rows; i++) {
+    int64_t position = item->position + (item->row_begin + i) / step->group_size;
+    int64_t first = larger(0, first_seen(step, position) - begin), last = smaller(n, position + 1 - begin);
+    first = smaller(first, n), last = larger(last, first);
+    soften(step, s, i, first, last, width);
+  }
+}
+
+INLINE void load_scales(const Step *step, Scratch *s, const int64_t *rows, int64_t n) {
+  if (step->key_scales) {
+    for (int64_t i = 0; i < n; i++) s->key_scales[i] = step->key_scales[rows[i]];
+    for (int64_t i = n; i < KEY_TILE; i++) s->key_scales[i] = 0;
+  }
+  if (step->value_scales)
+    for (int64_t i = 0; i < n; i++) s->value_scales[i] = step->value_scales[rows[i]];
+}
+
+/* ---- few rows ---- */
+
+/* Lanes of four sums -> the four sums, twice. */
+INLINE Lanes add_lanes(Lanes a, Lanes b, Lanes c, Lanes d) {
+  Lanes ab = SHUFFLE8(a, b, 0, 8, 2, 10, 4, 12, 6, 14) + SHUFFLE8(a, b, 1, 9, 3, 11, 5, 13, 7, 15);
+  Lanes cd = SHUFFLE8(c, d, 0, 8, 2, 10, 4, 12, 6, 14) + SHUFFLE8(c, d, 1, 9, 3, 11, 5, 13, 7, 15);
+  Lanes halves = SHUFFLE8(ab, cd, 0, 1, 8, 9, 4, 5, 12, 13) + SHUFFLE8(ab, cd, 2, 3, 10, 11, 6, 7, 14, 15);
+  return halves + SHUFFLE8(halves, halves, 4, 5, 6, 7, 0, 1, 2, 3);
+}
+
+/* Scores of `num_rows`, a constant, and four keys. */
+INLINE void score_four(const int num_rows, const Scratch *s, int64_t row, const float *const *keys, int64_t at,
+                       int64_t head_dim) {
+  const float *query = s->query + row * s->key_stride;
+  Lanes sums[3][4];
+#pragma GCC unroll 3
+  for (int r = 0; r < num_rows; r++)
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; k++) sums[r][k] = (Lanes){0};
+  int64_t d = 0;
+  for (; d + LANES <= head_dim; d += LANES) {
+    Lanes q[3];
+#pragma GCC unroll 3
+    for (int r = 0; r < num_rows; r++) q[r] = *(const Lanes *)(query + r * s->key_stride + d);
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; k++) {
+      Lanes key = *(const Lanes *)(keys[k] + d);
+#pragma GCC unroll 3
+      for (int r = 0; r < num_rows; r++) sums[r][k] += q[r] * key;
+    }
+  }
+#pragma GCC unroll 3
+  for (int r = 0; r < num_rows; r++) {
+    float *scores = s->scores + (row + r) * SCORE_STRIDE + at;
+    *(Lanes *)scores = add_lanes(sums[r][0], sums[r][1], sums[r][2], sums[r][3]);
+    for (int64_t tail = d; tail < head_dim; tail++)
+      for (int k = 0; k < 4; k++) scores[k] += query[r * s->key_stride + tail] * keys[k][tail];
+  }
+}
+
+/* Rows of the cache that are needed next. They are asked for a few at a time, since a core waits for few lines at once;
+   K and V of a head are short runs that its own prefetcher doesn't follow. */
+typedef struct {
+  const char *cache;
+  int64_t bytes;
+  const int64_t *rows;
+  int64_t n;
+} Ahead;
+
+INLINE void prefetch(const Ahead *ahead, int64_t i) {
+  if (i >= ahead->n) return;
+  const char *row = ahead->cache + ahead->rows[i] * ahead->bytes;
+  for (int64_t b = 0; b < ahead->bytes; b += 64) __builtin_prefetch(row + b);
+}
+
+INLINE void score(const int num_rows, const Scratch *s, int64_t row, const float *const *keys, int64_t width,
+                  int64_t head_dim, const Ahead *ahead) {
+  for (int64_t at = 0; at < width; at += 4) {
+    if (row == 0)
+      for (int64_t k = at; k < at + 4; k++) prefetch(ahead, k);
+    score_four(num_rows, s, row, keys + at, at, head_dim);
+  }
+}
+
+/* Adds the weighted values of n keys, `num_vectors` of their numbers from `column` on; both counts are constants. */
+INLINE void weigh_block(const int num_rows, const int num_vectors, const Scratch *s, int64_t row,
+                        const float *const *values, int64_t n, int64_t column, const Ahead *ahead) {
+  Lanes sums[3][4];
+  float *out = s->sums + row * s->value_stride + column;
+  const float *weights = s->scores + row * SCORE_STRIDE;
+#pragma GCC unroll 3
+  for (int r = 0; r < num_rows; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < num_vectors; v++)
+      sums[r][v] = *(const Lanes *)(out + r * s->value_stride + v * LANES) * s->decay[row + r];
+  for (int64_t k = 0; k < n; k++) {
+    const float *value = values[k] + column;
+    if (row == 0 && column == 0) prefetch(ahead, k);
+    Lanes x[4];
+#pragma GCC unroll 4
+    for (int v = 0; v < num_vectors; v++) x[v] = *(const Lanes *)(value + v * LANES);
+#pragma GCC unroll 3
+    for (int r = 0; r < num_rows; r++)
+#pragma GCC unroll 4
+      for (int v = 0; v < num_vectors; v++) sums[r][v] += x[v] * weights[r * SCORE_STRIDE + k];
+  }
+#pragma GCC unroll 3
+  for (int r = 0; r < num_rows; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < num_vectors; v++) *(Lanes *)(out + r * s->value_stride + v * LANES) = sums[r][v];
+}
+
+INLINE void weigh(const int num_rows, const Scratch *s, int64_t row, const float *const *values, int64_t n,
+                  int64_t value_dim, const Ahead *ahead) {
+  int64_t column = 0;
+  for (; column + 4 * LANES <= value_dim; column += 4 * LANES)
+    weigh_block(num_rows, 4, s, row, values, n, column, ahead);
+  for (; column + LANES <= value_dim; column += LANES) weigh_block(num_rows, 1, s, row, values, n, column, ahead);
+  for (; column < value_dim; column++)
+    for (int r = 0; r < num_rows; r++) {
+      float *out = s->sums + (row + r) * s->value_stride + column;
+      float sum = *out * s->decay[row + r];
+      for (int64_t k = 0; k < n; k++) sum += s->scores[(row + r) * SCORE_STRIDE + k] * values[k][column];
+      *out = sum;
+    }
+}
+
+/* Where float32 rows are, or where they were converted to. */
+INLINE void point_at(const float **pointers, const void *cache, int64_t type, int64_t width, const int64_t *rows,
+                     int64_t n, float *converted, int64_t stride) {
+  if (type == FLOAT32) {
+    for (int64_t i = 0; i < n; i++) pointers[i] = (const float *)cache + rows[i] * width;
+    return;
+  }
+  for (int64_t i = 0; i < n; i++) {
+    pointers[i] = converted + i * stride;
+    widen(converted + i * stride, (const char *)cache + rows[i] * width * bytes_of(type), type, width, 1.0f);
+  }
+}
+
+static void attend_few(const Step *step, const Item *item, Scratch *s) {
+  int64_t num_rows = item->row_end - item->row_begin;
+  int64_t row_places[2][KEY_TILE];
+  const float *keys[KEY_TILE], *values[KEY_TILE];
+  memset(s->sums, 0, num_rows * s->value_stride * sizeof(float));
+  int64_t key_bytes = step->head_dim * bytes_of(step->key_type);
+  int64_t value_bytes = step->value_dim * bytes_of(step->value_type);
+  int64_t *rows = row_places[0], *next_rows = row_places[1];
+  int64_t n = smaller(KEY_TILE, item->key_end - item->key_begin);
+  find_rows(step, item, item->key_begin, n, rows);
+  for (int64_t begin = item->key_begin; begin < item->key_end; begin += KEY_TILE) {
+    int64_t next_n = smaller(KEY_TILE, item->key_end - begin - KEY_TILE);
+    if (next_n > 0) find_rows(step, item, begin + KEY_TILE, next_n, next_rows);
+    Ahead next_values = {step->values, value_bytes, rows, n}, next_keys = {step->keys, key_bytes, next_rows, next_n};
+    load_scales(step, s, rows, n);
+    point_at(keys, step->keys, step->key_type, step->head_dim, rows, n, s->keys, s->key_stride);
+    int64_t width = (n + LANES - 1) / LANES * LANES;
+    for (int64_t i = n; i < width; i++) keys[i] = keys[n - 1];
+    for (int64_t row = 0; row < num_rows;) {
+      int64_t left = num_rows - row;
+      if (left == 1) score(1, s, row, keys, width, step->head_dim, &next_values), row += 1;
+      else if (left == 2 || left == 4) score(2, s, row, keys, width, step->head_dim, &next_values), row += 2;
+      else score(3, s, row, keys, width, step->head_dim, &next_values), row += 3;
+    }
+    soften_rows(step, item, s, begin, n, width);
+    point_at(values, step->values, step->value_type, step->value_dim, rows, n, s->values, s->value_stride);
+    for (int64_t row = 0; row < num_rows;) {
+      int64_t left = num_rows - row;
+      if (left == 1) weigh(1, s, row, values, n, step->value_dim, &next_keys), row += 1;
+      else if (left == 2 || left == 4) weigh(2, s, row, values, n, step->value_dim, &next_keys), row += 2;
+      else weigh(3, s, row, values, n, step->value_dim, &next_keys), row += 3;
+    }
+    int64_t *swap = rows;
+    rows = next_rows, next_rows = swap, n = next_n;
+  }
+}
+
+/* ---- many rows ---- */
+
+/* c[PRODUCT_ROWS][PRODUCT_COLUMNS] = c * decay + a @ b; without decay, c is only written. */
+INLINE void product_block(const float *RESTRICT a, int64_t a_stride, const float *RESTRICT b, int64_t b_stride,
+                          int64_t depth, float *RESTRICT c, int64_t c_stride, const float *decay) {
+  Wide sums[PRODUCT_ROWS][PRODUCT_VECTORS];
+#pragma GCC unroll 8
+  for (int r = 0; r < PRODUCT_ROWS; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < PRODUCT_VECTORS; v++)
+      if (decay) sums[r][v] = *(const Wide *)(c + r * c_stride + v * WIDE) * decay[r];
+      else sums[r][v] = (Wide){0};
+  for (int64_t k = 0; k < depth; k++) {
+    Wide x[PRODUCT_VECTORS];
+#pragma GCC unroll 4
+    for (int v = 0; v < PRODUCT_VECTORS; v++) x[v] = *(const Wide *)(b + k * b_stride + v * WIDE);
+#pragma GCC unroll 8
+    for (int r = 0; r < PRODUCT_ROWS; r++)
+#pragma GCC unroll 4
+      for (int v = 0; v < PRODUCT_VECTORS; v++) sums[r][v] += x[v] * a[r * a_stride + k];
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < PRODUCT_ROWS; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < PRODUCT_VECTORS; v++) *(Wide *)(c + r * c_stride + v * WIDE) = sums[r][v];
+}
+
+/* All strides and columns are multiples of a block's, and so is what is there of rows. */
+INLINE void product(int64_t rows, int64_t columns, const float *a, int64_t a_stride, const float *b,
+                    int64_t b_stride, int64_t depth, float *c, int64_t c_stride, const float *decay) {
+  for (int64_t j = 0; j < columns; j += PRODUCT_COLUMNS)
+    for (int64_t i = 0; i < rows; i += PRODUCT_ROWS)
+      product_block(a + i * a_stride, a_stride, b + j, b_stride, depth, c + i * c_stride + j, c_stride,
+                    decay ? decay + i : 0);
+}
+
+/* keys[i][d] -> packed[d][i], zeros for i from n up to `width` */
+INLINE void transpose(const float *const *keys, int64_t n, int64_t width, int64_t head_dim, float *RESTRICT packed) {
+  int64_t i = 0;
+  for (; i + 4 <= n; i += 4) {
+    int64_t d = 0;
+    for (; d + 4 <= head_dim; d += 4) {
+      Quad a = *(const Quad *)(keys[i] + d), b = *(const Quad *)(keys[i + 1] + d);
+      Quad c = *(const Quad *)(keys[i + 2] + d), e = *(const Quad *)(keys[i + 3] + d);
+      Quad ab_low = SHUFFLE4(a, b, 0, 4, 1, 5), ab_high = SHUFFLE4(a, b, 2, 6, 3, 7);
+      Quad ce_low = SHUFFLE4(c, e, 0, 4, 1, 5), ce_high = SHUFFLE4(c, e, 2, 6, 3, 7);
+      *(Quad *)(packed + d * KEY_TILE + i) = SHUFFLE4(ab_low, ce_low, 0, 1, 4, 5);
+      *(Quad *)(packed + (d + 1) * KEY_TILE + i) = SHUFFLE4(ab_low, ce_low, 2, 3, 6, 7);
+      *(Quad *)(packed + (d + 2) * KEY_TILE + i) = SHUFFLE4(ab_high, ce_high, 0, 1, 4, 5);
+      *(Quad *)(packed + (d + 3) * KEY_TILE + i) = SHUFFLE4(ab_high, ce_high, 2, 3, 6, 7);
+    }
+    for (; d < head_dim; d++)
+      for (int64_t k = i; k < i + 4; k++) packed[d * KEY_TILE + k] = keys[k][d];
+  }
+  for (; i < width; i++)
+    for (int64_t d = 0; d < head_dim; d++) packed[d * KEY_TILE + i] = i < n ? keys[i][d] : 0.0f;
+}
+
+static void attend_many(const Step *step, const Item *item, Scratch *s) {
+  int64_t num_rows = item->row_end - item->row_begin;
+  int64_t all_rows = (num_rows + PRODUCT_ROWS - 1) / PRODUCT_ROWS * PRODUCT_ROWS;
+  int64_t rows[KEY_TILE];
+  const float *keys[KEY_TILE];
+  memset(s->sums, 0, all_rows * s->value_stride * sizeof(float));
+  memset(s->query + num_rows * s->key_stride, 0, (all_rows - num_rows) * s->key_stride * sizeof(float));
+  memset(s->scores + num_rows * SCORE_STRIDE, 0, (all_rows - num_rows) * SCORE_STRIDE * sizeof(float));
+  for (int64_t r = num_rows; r < all_rows; r++) s->decay[r] = 0;
+  for (int64_t begin = item->key_begin; begin < item->key_end; begin += KEY_TILE) {
+    int64_t n = smaller(KEY_TILE, item->key_end - begin), width = padded(n);
+    find_rows(step, item, begin, n, rows);
+    load_scales(step, s, rows, n);
+    point_at(keys, step->keys, step->key_type, step->head_dim, rows, n, s->keys, s->key_stride);
+    transpose(keys, n, width, step->head_dim, s->packed);
+    product(all_rows, width, s->query, s->key_stride, s->packed, KEY_TILE, step->head_dim, s->scores, SCORE_STRIDE, 0);
+    soften_rows(step, item, s, begin, n, width);
+    int64_t value_bytes = step->value_dim * bytes_of(step->value_type);
+    for (int64_t i = 0; i < n; i++) {
+      float *value = s->values + i * s->value_stride;
+      widen(value, (const char *)step->values + rows[i] * value_bytes, step->value_type, step->value_dim, 1.0f);
+    }
+    product(all_rows, s->value_stride, s->scores, SCORE_STRIDE, s->values, s->value_stride, n, s->sums,
+            s->value_stride, s->decay);
+  }
+}
+
+/* ---- the whole step ---- */
+
+static void join(const Step *step, const Join *joined) {
+  int64_t num_rows = joined->row_end - joined->row_begin, width = step->value_dim + 2;
+  for (int64_t i = 0; i < num_rows; i++) {
+    float *first = step->partials + (joined->partial + i) * width; /* the sum is made in the first split's place */
+    float highest = first[0];
+    for (int64_t split = 1; split < joined->num_splits; split++) {
+      float other = first[split * num_rows * width];
+      highest = other > highest ? other : highest;
+    }
+    float total = 0;
+    for (int64_t split = 0; split < joined->num_splits; split++) {
+      const float *partial = first + split * num_rows * width;
+      float decay = exponential(partial[0] - highest);
+      total += partial[1] * decay;
+      for (int64_t d = 2; d < width; d++) first[d] = (split ? first[d] : 0.0f) + partial[d] * decay;
+    }
+    int64_t r = joined->row_begin + i, head = joined->kv_head * step->group_size + r % step->group_size;
+    int64_t token = joined->token + r / step->group_size;
+    char *out = step->out;
+    out += ((token * step->num_kv_heads * step->group_size + head) * step->value_dim) * bytes_of(step->query_type);
+    narrow(out, first + 2, step->query_type, step->value_dim, 1.0f / total);
+  }
+}
+
+int64_t hf_paged_max_rows(void) { return MAX_ROWS; }
+int64_t hf_paged_few_rows(void) { return FEW_ROWS; }
+
+/* Floats of scratch memory that each thread needs. */
+int64_t hf_paged_scratch_size(int64_t head_dim, int64_t value_dim) {
+  Scratch scratch;
+  return lay_out(&scratch, 0, head_dim, value_dim);
+}
+
+#ifdef _OPENMP
+#include <omp.h>
+#else
+static int omp_get_thread_num(void) { return 0; }
+#endif
+
+void hf_paged_attend(const Step *step) {
+  int num_threads = step->num_bundles > 1 ? (int)step->num_threads : 1;
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
+  {
+    Scratch scratch;
+    lay_out(&scratch, step->scratch + omp_get_thread_num() * step->scratch_size, step->head_dim, step->value_dim);
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t bundle = 0; bundle < step->num_bundles; bundle++)
+      for (int64_t i = step->bundles[bundle]; i < step->bundles[bundle + 1]; i++) {
+        const Item *item = step->items + i;
+        begin_item(step, item, &scratch);
+        if (item->row_end - item->row_begin <= FEW_ROWS) attend_few(step, item, &scratch);
+        else attend_many(step, item, &scratch);
+        end_item(step, item, &scratch);
+      }
+    if (step->num_joins) {
+#pragma omp for schedule(static)
+      for (int64_t i = 0; i < step->num_joins; i++) join(step, step->joins + i);
+    }
+  }
+}

@@ -1,0 +1,156 @@
+"""NativeBackend: the C kernels of this folder behind the interface of all backends."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from hf_paged.kernels.backend import AttentionBackend
+from hf_paged.kernels.cpu.build import load_library, unavailable_reason
+from hf_paged.kernels.cpu.plan import Limits, plan_of
+from hf_paged.kernels.kv_blocks import KVBlocks
+from hf_paged.kernels.metadata import AttentionMetadata, AttentionParams
+from hf_paged.kernels.torch_backend import TorchBackend
+
+_QUERY_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_STORED_TYPES = {**_QUERY_TYPES, torch.int8: 3}
+
+
+class _Step(ctypes.Structure):
+    """`Step` of attention.c."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                *("query", "out", "keys", "values", "key_scales", "value_scales", "sinks", "block_table"),
+                *("items", "bundles", "joins", "partials", "scratch"),
+            )
+        ),
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                *("num_bundles", "num_joins", "num_threads", "scratch_size"),
+                *("table_stride", "token_stride", "head_stride"),
+                *("num_kv_heads", "group_size", "head_dim", "value_dim", "block_size"),
+                *("window", "chunk", "query_type", "key_type", "value_type"),
+            )
+        ),
+        ("scale", ctypes.c_double),
+        ("softcap", ctypes.c_double),
+    )
+
+
+class NativeBackend(AttentionBackend):
+    """Paged attention in C, compiled for this machine when the first one is made. `attention.c` has the picture.
+
+    float64 queries and float8 caches are the torch backend's, and so is latent attention.
+
+    Raises:
+        ConfigError: the kernels can't be built or loaded here; the message is the reason.
+    """
+
+    name = "native"
+    auto_priority = 10
+    auto_device_types = ("cpu",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        library = load_library()
+        self._attend = library.hf_paged_attend
+        self._attend.argtypes, self._attend.restype = [ctypes.c_void_p], None
+        self._size_of_scratch = library.hf_paged_scratch_size
+        self._size_of_scratch.argtypes, self._size_of_scratch.restype = [ctypes.c_int64] * 2, ctypes.c_int64
+        self._limits = Limits(library.hf_paged_max_rows(), library.hf_paged_few_rows())
+        self._scratch = _Memory()
+        self._partials = _Memory()
+        self._scratch_sizes: dict[tuple[int, int], int] = {}
+        self._step = _Step()
+        self._step_address = ctypes.addressof(self._step)
+        self._torch = TorchBackend()
+
+    @classmethod
+    def unavailable_reason(cls, device: torch.device) -> str | None:
+        """None for a CPU under Linux with a C compiler. Nothing is built for it."""
+        return "its kernels run on a CPU" if device.type != "cpu" else unavailable_reason()
+
+    def attend(
+        self, query: torch.Tensor, blocks: KVBlocks, metadata: AttentionMetadata, params: AttentionParams
+    ) -> torch.Tensor:
+        """See `AttentionBackend.attend`."""
+        keys, values = blocks.keys, blocks.values
+        types = _QUERY_TYPES.get(query.dtype), _STORED_TYPES.get(keys.dtype), _STORED_TYPES.get(values.dtype)
+        if None in types or keys.shape[2] != values.shape[2]:
+            return self._attend_by_torch(query, blocks, metadata, params)
+        num_tokens, num_heads, head_dim = query.shape
+        num_kv_heads, value_dim = keys.shape[2], values.shape[3]
+        group_size = num_heads // num_kv_heads
+        if query.stride(2) != 1:
+            query = query.contiguous()
+        sinks = None if params.sinks is None else params.sinks.float().contiguous()
+        out = torch.empty(num_tokens, num_heads, value_dim, dtype=query.dtype)
+        plan = plan_of(metadata, params.window, params.chunk, num_kv_heads, group_size, self._limits)
+        num_threads = torch.get_num_threads()
+        scratch_size = self._scratch_sizes.get((head_dim, value_dim))
+        if scratch_size is None:
+            scratch_size = self._size_of_scratch(head_dim, value_dim)
+            self._scratch_sizes[head_dim, value_dim] = scratch_size
+
+        step = self._step
+        step.query, step.out = query.data_ptr(), out.data_ptr()
+        step.keys, step.values = keys.data_ptr(), values.data_ptr()
+        step.key_scales = None if blocks.key_scales is None else blocks.key_scales.data_ptr()
+        step.value_scales = None if blocks.value_scales is None else blocks.value_scales.data_ptr()
+        step.sinks = None if sinks is None else sinks.data_ptr()
+        step.block_table = plan.block_table.data_ptr()
+        step.items, step.bundles, step.joins = plan.addresses
+        step.partials = self._partials.at_least(plan.num_partial_rows * (value_dim + 2))
+        step.scratch = self._scratch.at_least(num_threads * scratch_size)
+        step.num_bundles, step.num_joins = len(plan.bundles) - 1, plan.joins.shape[0] * plan.joins.shape[1]
+        step.num_threads, step.scratch_size = num_threads, scratch_size
+        step.table_stride = plan.block_table.stride(0)
+        step.token_stride, step.head_stride = query.stride(0), query.stride(1)
+        step.num_kv_heads, step.group_size = num_kv_heads, group_size
+        step.head_dim, step.value_dim, step.block_size = head_dim, value_dim, keys.shape[1]
+        step.window, step.chunk = params.window or 0, params.chunk or 0
+        step.query_type, step.key_type, step.value_type = types
+        step.scale, step.softcap = params.scale, params.softcap or 0.0
+        self._attend(self._step_address)
+        self.num_calls += 1
+        return out
+
+    def _attend_by_torch(
+        self, query: torch.Tensor, blocks: KVBlocks, metadata: AttentionMetadata, params: AttentionParams
+    ) -> torch.Tensor:
+        before = self._torch.num_calls
+        out = self._torch.attend(query, blocks, metadata, params)
+        self.num_calls += self._torch.num_calls - before
+        return out
+
+    def attend_latent(
+        self,
+        query_latent: torch.Tensor,
+        query_rope: torch.Tensor,
+        blocks: KVBlocks,
+        metadata: AttentionMetadata,
+        params: AttentionParams,
+    ) -> torch.Tensor:
+        """See `AttentionBackend.attend_latent`."""
+        before = self._torch.num_calls
+        out = self._torch.attend_latent(query_latent, query_rope, blocks, metadata, params)
+        self.num_calls += self._torch.num_calls - before
+        return out
+
+
+class _Memory:
+    """float32 memory that grows, kept between calls."""
+
+    def __init__(self) -> None:
+        self._held = torch.empty(0)
+
+    def at_least(self, size: int) -> int:
+        """The address of `size` numbers, valid until the next call."""
+        if self._held.numel() < size:
+            self._held = torch.empty(size, dtype=torch.float32)
+        return self._held.data_ptr()

@@ -1,0 +1,243 @@
+/* y = x W^T + b for few rows, on weights as they lie in memory.
+ *
+ *            k ->                     k ->                     n ->
+ *   x  m | . . . . . .      W   n | . . . . . .      y   m | . . . .
+ *        v                        v                        v
+ *
+ * A thread takes groups of six rows of W. It keeps one group in the first cache and takes all rows of x past it, ROWS at
+ * a time: ROWS * COLUMNS sums stay in registers, each a vector along k. So W is read from memory once, and the next group
+ * is fetched while this one is used. The order of a sum depends on k alone: a row's result doesn't depend on the rows
+ * beside it, on n, or on the number of threads.
+ */
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+/* ROWS * COLUMNS sums, a vector of each of ROWS rows of x, and one of W have to fit the registers. */
+#if defined(__AVX512F__)
+#define LANES 16
+#define ROWS 4
+#elif defined(__AVX__)
+#define LANES 8
+#define ROWS 2
+#elif defined(__aarch64__)
+#define LANES 4
+#define ROWS 4
+#else
+#define LANES 4
+#define ROWS 2
+#endif
+#define COLUMNS 6
+#define DEPTH 768            /* values of a row of W that are used at a time: a group of them fits the first cache */
+#define MOST_ROWS 64         /* of x that are taken past a group of W: DEPTH values of each fit the second cache */
+#define PANEL 8              /* groups that are taken before the next values of their rows */
+#define BAD_STRIDE 1024      /* rows that lie a multiple of this apart share their places in a cache, */
+#define FEW_ROWS 8           /* so W is copied if there are more rows of x than make up for it */
+
+/* Makes a compiler hold a value in a register: left to itself it loads x once for each use, and loads are the limit. */
+#if defined(__AVX__)
+#define KEEP(v) __asm__("" : "+v"(v))
+#elif defined(__aarch64__)
+#define KEEP(v) __asm__("" : "+w"(v))
+#else
+#define KEEP(v)
+#endif
+
+typedef float lanes __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef float sums __attribute__((vector_size(LANES * 4)));
+
+/* One weight `[n, k]`, rows `k` apart, and where its product goes: `[m, n]` float32. */
+typedef struct {
+    const void *weight;
+    const float *bias; /* or NULL */
+    float *out;
+    int64_t n;
+} part;
+
+/* The sums of six vectors, each in the same order. */
+static inline void add_up(const sums *s, float *total) {
+#if defined(__AVX__)
+    __m256 h[COLUMNS];
+    for (int j = 0; j < COLUMNS; j++) {
+#if defined(__AVX512F__)
+        __m512d v = _mm512_castps_pd((__m512)s[j]);
+        h[j] = _mm256_add_ps(_mm256_castpd_ps(_mm512_castpd512_pd256(v)), _mm256_castpd_ps(_mm512_extractf64x4_pd(v, 1)));
+#else
+        h[j] = (__m256)s[j];
+#endif
+    }
+    __m256 four = _mm256_hadd_ps(_mm256_hadd_ps(h[0], h[1]), _mm256_hadd_ps(h[2], h[3]));
+    __m256 pair = _mm256_hadd_ps(h[4], h[5]), two = _mm256_hadd_ps(pair, pair);
+    float last[4];
+    _mm_storeu_ps(total, _mm_add_ps(_mm256_castps256_ps128(four), _mm256_extractf128_ps(four, 1)));
+    _mm_storeu_ps(last, _mm_add_ps(_mm256_castps256_ps128(two), _mm256_extractf128_ps(two, 1)));
+    total[4] = last[0];
+    total[5] = last[1];
+#else
+    for (int j = 0; j < COLUMNS; j++) total[j] = (s[j][0] + s[j][2]) + (s[j][1] + s[j][3]);
+#endif
+}
+
+/* A group of rows of W, a part of their length at a time, and where the products go. */
+typedef struct {
+    const float *w[COLUMNS];
+    const char *ahead[COLUMNS]; /* what is needed next of W */
+    int64_t ahead_scale;        /* bytes of one value of it */
+    int64_t depth;
+    int is_first, is_last; /* of the parts */
+    const float *bias;     /* or NULL */
+    float *out;
+    int64_t out_stride;
+    int count; /* columns that there are */
+} strip;
+
+/* `rows` and `fetches` are constants where this is inlined. */
+static inline __attribute__((always_inline)) void multiply(const strip *t, int rows, int fetches, const float *x,
+                                                           int64_t stride, sums (*carried)[COLUMNS], int64_t row) {
+    sums s[ROWS][COLUMNS];
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < COLUMNS; j++) s[i][j] = t->is_first ? (sums){0} : carried[i][j];
+    const float *w0 = t->w[0], *w1 = t->w[1], *w2 = t->w[2], *w3 = t->w[3], *w4 = t->w[4], *w5 = t->w[5];
+    int64_t p = 0;
+    for (; p + LANES <= t->depth; p += LANES) {
+        if (fetches) {
+            for (int j = 0; j < COLUMNS; j++) __builtin_prefetch(t->ahead[j] + p * t->ahead_scale);
+        }
+        sums a[ROWS];
+        for (int i = 0; i < rows; i++) {
+            a[i] = *(const lanes *)(x + i * stride + p);
+            KEEP(a[i]);
+        }
+#define COLUMN(J)                                  \
+    {                                              \
+        sums v = *(const lanes *)(w##J + p);       \
+        KEEP(v);                                   \
+        for (int i = 0; i < rows; i++) s[i][J] += a[i] * v; \
+    }
+        COLUMN(0) COLUMN(1) COLUMN(2) COLUMN(3) COLUMN(4) COLUMN(5)
+#undef COLUMN
+    }
+    if (p < t->depth) {
+        size_t rest = (size_t)(t->depth - p) * sizeof(float);
+        for (int i = 0; i < rows; i++) {
+            sums a = {0};
+            memcpy(&a, x + i * stride + p, rest);
+            for (int j = 0; j < COLUMNS; j++) {
+                sums v = {0};
+                memcpy(&v, t->w[j] + p, rest);
+                s[i][j] += a * v;
+            }
+        }
+    }
+    for (int i = 0; i < rows; i++) {
+        if (!t->is_last) {
+            for (int j = 0; j < COLUMNS; j++) carried[i][j] = s[i][j];
+            continue;
+        }
+        float total[COLUMNS], *out = t->out + (row + i) * t->out_stride;
+        add_up(s[i], total);
+        for (int j = 0; j < t->count; j++) out[j] = t->bias ? total[j] + t->bias[j] : total[j];
+    }
+}
+
+static void multiply_some(const strip *t, int64_t rows, int fetches, const float *x, int64_t stride,
+                          sums (*carried)[COLUMNS], int64_t row) {
+#define CASE(R)                                                     \
+    case R:                                                         \
+        if (fetches) multiply(t, R, 1, x, stride, carried, row);    \
+        else multiply(t, R, 0, x, stride, carried, row);            \
+        break;
+    switch (rows) {
+        CASE(1)
+        CASE(2)
+#if ROWS == 4
+        CASE(3)
+        CASE(4)
+#endif
+    }
+#undef CASE
+}
+
+static void widen(const uint16_t *from, float *to, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t bits = (uint32_t)from[i] << 16;
+        memcpy(to + i, &bits, sizeof bits);
+    }
+}
+
+/* Up to PANEL groups of W, from row `first`, times rows `m0` to `m0 + rows` of x. Long rows are taken a part of their
+ * length at a time, all groups before the next part: so what is used of x and W stays near, however long they are. */
+static void panel(const part *p, int64_t first, int64_t groups, const float *x, int64_t stride, int64_t m0, int64_t rows,
+                  int64_t k, int is_bf16) {
+    sums carried[PANEL][MOST_ROWS][COLUMNS]; /* used by long rows only */
+    float wide[COLUMNS][DEPTH];
+    int64_t size = is_bf16 ? 2 : 4;
+    int copies = k % BAD_STRIDE == 0 && rows > FEW_ROWS;
+    strip t = {.ahead_scale = size, .out_stride = p->n};
+    for (int64_t k0 = 0; k0 < k; k0 += DEPTH) {
+        t.depth = k - k0 < DEPTH ? k - k0 : DEPTH;
+        t.is_first = k0 == 0;
+        t.is_last = k0 + t.depth == k;
+        for (int64_t g = 0; g < groups; g++) {
+            int64_t column = first + g * COLUMNS;
+            t.count = (int)(p->n - column < COLUMNS ? p->n - column : COLUMNS);
+            t.bias = p->bias ? p->bias + column : NULL;
+            t.out = p->out + column;
+            for (int j = 0; j < COLUMNS; j++) { /* past the last row: the last one again, and its sums are left */
+                int64_t row = column + (j < t.count ? j : t.count - 1);
+                const char *at = (const char *)p->weight + (row * k + k0) * size;
+                t.ahead[j] = at + COLUMNS * k * size;
+                if (is_bf16) {
+                    widen((const uint16_t *)at, wide[j], t.depth);
+                    t.w[j] = wide[j];
+                } else if (copies) {
+                    memcpy(wide[j], at, (size_t)t.depth * sizeof(float));
+                    t.w[j] = wide[j];
+                } else {
+                    t.w[j] = (const float *)at;
+                }
+            }
+            for (int64_t i = 0; i < rows; i += ROWS) {
+                int64_t some = rows - i < ROWS ? rows - i : ROWS;
+                multiply_some(&t, some, i == 0, x + (m0 + i) * stride + k0, stride, carried[g] + i, m0 + i);
+            }
+        }
+    }
+}
+
+/* What to compute: x `[m, k]` float32, rows `stride` apart, times each of the parts. */
+typedef struct {
+    const float *x;
+    const part *parts;
+    int64_t m, k, stride, num_parts;
+    int64_t is_bf16; /* the weights; float32 otherwise */
+    int64_t num_threads;
+} product;
+
+void hf_paged_linear(const product *call) {
+    const part *parts = call->parts;
+    int64_t m = call->m, num_parts = call->num_parts, num_threads = call->num_threads;
+    int64_t groups = 0;
+    for (int64_t i = 0; i < num_parts; i++) groups += (parts[i].n + COLUMNS - 1) / COLUMNS;
+#pragma omp parallel for num_threads((int)num_threads) schedule(static)
+    for (int64_t thread = 0; thread < num_threads; thread++) {
+        int64_t begin = groups * thread / num_threads, end = groups * (thread + 1) / num_threads;
+        for (int64_t m0 = 0; m0 < m; m0 += MOST_ROWS) {
+            int64_t rows = m - m0 < MOST_ROWS ? m - m0 : MOST_ROWS, offset = 0;
+            for (int64_t i = 0; i < num_parts; i++) {
+                int64_t own = (parts[i].n + COLUMNS - 1) / COLUMNS;
+                int64_t g = begin > offset ? begin - offset : 0, stop = end - offset < own ? end - offset : own;
+                for (; g < stop; g += PANEL)
+                    panel(&parts[i], g * COLUMNS, stop - g < PANEL ? stop - g : PANEL, call->x, call->stride, m0, rows,
+                          call->k, (int)call->is_bf16);
+                offset += own;
+            }
+        }
+    }
+}

@@ -1,0 +1,42 @@
+"""The search for the crossover, with given times, and that a shape is measured once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_paged.linears import crossover
+from hf_paged.linears.crossover import STEPS, SURE_ROWS, UNLIMITED, find_limit, measured_limit
+
+
+@pytest.mark.parametrize("limit", [SURE_ROWS, *STEPS[:-1]])
+def test_the_last_step_at_which_the_native_product_wins(limit: int) -> None:
+    asked = []
+
+    def native_wins(rows: int) -> bool:
+        asked.append(rows)
+        return rows <= limit
+
+    assert find_limit(native_wins) == limit
+    assert len(asked) <= 4, "a search by halves"
+
+
+def test_no_limit_where_it_wins_to_the_last() -> None:
+    assert find_limit(lambda rows: True) == UNLIMITED
+
+
+def test_a_shape_is_measured_once_for_each_type_and_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crossover, "_limits", {})
+    measured = []
+
+    def native_wins(weight: torch.Tensor, product: object, rows: int, num_threads: int) -> bool:
+        measured.append((tuple(weight.shape), num_threads))
+        return rows <= 24 * num_threads
+
+    monkeypatch.setattr(crossover, "_native_wins", native_wins)
+    for _ in range(2):
+        assert measured_limit(torch.empty(6, 5), None, 1) == 24  # type: ignore[arg-type]
+        assert measured_limit(torch.empty(6, 5), None, 2) == 48  # type: ignore[arg-type]
+        assert measured_limit(torch.empty(6, 5).bfloat16(), None, 1) == 24  # type: ignore[arg-type]
+    assert measured_limit(torch.empty(5, 6), None, 1) == 24  # type: ignore[arg-type]
+    assert 4 < len(measured) <= 16
