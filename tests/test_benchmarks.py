@@ -18,7 +18,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from benchmarks import compare as compare_benchmark
-from benchmarks import comparison, import_time, limit, memory, rounds, summary, table, worker, workloads
+from benchmarks import comparison, import_time, limit, rounds, summary, table, worker, workloads
 from benchmarks import mixed as mixed_benchmark
 from benchmarks.job import Job, run_turns
 from benchmarks.names import OURS, USUAL, WITHOUT_PREFIXES
