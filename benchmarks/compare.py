@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.comparison import markdown
+from benchmarks.drawing import picture
 from benchmarks.export import openvino_folder
 from benchmarks.limit import limit_seconds
 from benchmarks.names import OPENVINO, VLLM, WITHOUT_PREFIXES
@@ -81,7 +82,10 @@ def main(
     path = write_result(result, output, len(chosen))
     text = markdown(result)
     path.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
-    _draw(result, path.with_suffix(".png"))
+    with picture("; then python -m benchmarks.picture FILE"):
+        from benchmarks.picture import draw_comparison
+
+        draw_comparison(result, path.with_suffix(".png"))
     print(text)
     err.print(f"Written to {os.path.relpath(path)}, its tables and its picture beside it")
     fallbacks = [row["peer"] for part in result["workloads"] for row in part["rows"] if row["num_fallbacks"]]
@@ -148,17 +152,6 @@ def _foreign(
         else:
             found[name] = Foreign(python, "benchmarks.runners.vllm", folder)
     return seconds, found
-
-
-def _draw(result: Mapping[str, Any], path: Path) -> None:
-    try:
-        from benchmarks.picture import draw_comparison
-    except ModuleNotFoundError as error:
-        if error.name != "matplotlib":
-            raise
-        err.print("No picture: it needs matplotlib (pip install matplotlib; then python -m benchmarks.picture FILE)")
-        return
-    draw_comparison(result, path)
 
 
 def _require_known(option: str, names: Sequence[str], known: Sequence[str] | Mapping[str, Any]) -> None:

@@ -24,6 +24,7 @@ import typer
 
 from benchmarks.arrivals import gamma_arrivals
 from benchmarks.compare import make_workload
+from benchmarks.drawing import picture
 from benchmarks.latency import Goals, summarise, ttft
 from benchmarks.load import Record, Target, closed_loop, open_loop
 from benchmarks.peer import WARM_UP
@@ -128,7 +129,10 @@ def main(
     path = write_result(result, output, len(loads))
     text = markdown(result)
     path.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
-    _draw(result, path.with_suffix(".png"))
+    with picture():
+        from benchmarks.serving_picture import draw_serving
+
+        draw_serving(result, path.with_suffix(".png"))
     print(text)
     err.print(f"Written to {os.path.relpath(path)}, its table and its picture beside it")
     failed = [error for load in result["loads"] for error in load["summary"]["errors"]]
@@ -242,17 +246,6 @@ def _decoder(folder: Path) -> Callable[[tuple[int, ...]], str]:
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     return lambda ids: str(tokenizer.decode(list(ids)))
-
-
-def _draw(result: Mapping[str, Any], path: Path) -> None:
-    try:
-        from benchmarks.serving_picture import draw_serving
-    except ModuleNotFoundError as error:
-        if error.name != "matplotlib":
-            raise
-        err.print("No picture: it needs matplotlib (pip install matplotlib)")
-        return
-    draw_serving(result, path)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ import numpy.typing as npt
 import torch
 
 from hf_paged.kernels.metadata import AttentionMetadata
+from hf_paged.kernels.spans import first_visible
 
 KV_TILE = 512  # most keys of one sequence gathered at a time
 QUERY_TILE = 512  # most queries of one sequence in a call
@@ -151,11 +152,7 @@ def _cut(metadata: AttentionMetadata, window: int | None, chunk: int | None) -> 
     token = (np.cumsum(query_lens) - query_lens)[row] + offset
     num_queries = np.minimum(query_lens[row] - offset, QUERY_TILE)
     position = (kv_lens - query_lens)[row] + offset
-    first_key = np.zeros_like(position)
-    if window is not None:
-        first_key = np.maximum(first_key, position - window + 1)
-    if chunk is not None:
-        first_key = np.maximum(first_key, position // chunk * chunk)
+    first_key = first_visible(position, window, chunk)
     return _Segments(row, token, num_queries, position, first_key, position + num_queries - first_key)
 
 

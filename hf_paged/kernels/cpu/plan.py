@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 
 from hf_paged.kernels.metadata import AttentionMetadata
+from hf_paged.kernels.spans import first_visible
 
 SPLIT_KEYS = 256  # a fixed length, not a fixed number: sums must not depend on the batch
 BUNDLE_COST = 2048  # products of a row and a key, or as much reading; below it, taking a bundle would cost more
@@ -84,11 +85,7 @@ def _make_plan(
     row_end = np.minimum(row_begin + limits.max_rows, all_rows[sequence])
     position = (kv_lens - query_lens)[sequence]
     first_query = position + row_begin // group_size
-    key_begin = np.zeros_like(first_query)
-    if window is not None:
-        key_begin = np.maximum(key_begin, first_query - window + 1)
-    if chunk is not None:
-        key_begin = np.maximum(key_begin, first_query // chunk * chunk)
+    key_begin = first_visible(first_query, window, chunk)
     key_end = position + (row_end - 1) // group_size + 1
 
     # Splits. Sequences of several segments have enough items as they are.

@@ -6,7 +6,6 @@ import importlib.util
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 import torch
 
@@ -14,6 +13,7 @@ from hf_paged.errors import PagedError
 from hf_paged.kernels.backend import AttentionBackend
 from hf_paged.kernels.kv_blocks import KVBlocks
 from hf_paged.kernels.metadata import AttentionMetadata, AttentionParams
+from hf_paged.kernels.triton.step_shape import step_shape
 
 _OLDEST_TRITON = (3, 6)
 
@@ -57,7 +57,7 @@ class TritonBackend(AttentionBackend):
             )
         if query.stride(2) != 1:
             query = query.contiguous()
-        shape = _step_shape(metadata, self._decode.MAX_DECODE_QUERIES)
+        shape = step_shape(metadata)
         out = query.new_empty(query.shape[0], query.shape[1], blocks.values.shape[3])
         self.num_calls += (shape.max_decode_queries > 0) + shape.has_prefill
         with _current(query.device):
@@ -95,25 +95,3 @@ class TritonBackend(AttentionBackend):
 def _current(device: torch.device) -> AbstractContextManager[object]:
     """Triton launches on the current device, which need not be a layer's."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-@dataclass(frozen=True)
-class _StepShape:
-    """What the host must know of a step to launch, the same for all layers."""
-
-    max_decode_queries: int  # 0: no sequence goes to the decode kernel
-    max_decode_keys: int
-    has_prefill: bool
-
-
-def _step_shape(metadata: AttentionMetadata, most_queries: int) -> _StepShape:
-    shape = metadata.plans.get("triton")
-    if not isinstance(shape, _StepShape):
-        lens = list(zip(metadata.query_lens, metadata.kv_lens, strict=True))
-        decodes = [(queries, keys) for queries, keys in lens if 0 < queries <= most_queries]
-        shape = metadata.plans["triton"] = _StepShape(
-            max((queries for queries, _ in decodes), default=0),
-            max((keys for _, keys in decodes), default=0),
-            any(queries > most_queries for queries, _ in lens),
-        )
-    return shape

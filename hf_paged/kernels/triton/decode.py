@@ -23,7 +23,7 @@ from hf_paged.kernels.triton.launch_table import (
     decode_launch,
 )
 from hf_paged.kernels.triton.shared import attend_keys, first_visible, start_softmax
-from hf_paged.kernels.triton.splits import Partials, join_splits, split_length, store_split
+from hf_paged.kernels.triton.splits import Partials, join_splits, most_splits, split_length, store_split
 
 # From this many rows on a matrix product pays; it takes 16 rows at least, and float32 has no tensor cores to fill.
 _MIN_DOT_ROWS = {2: 1, 4: 5}
@@ -114,11 +114,7 @@ def attend_decode(
     num_rows = max_queries * group
     use_dot = num_rows >= _MIN_DOT_ROWS[query.element_size()]
     num_sequences = metadata.seq_lens.shape[0]
-    reach = max_keys
-    for span in (params.window, params.chunk):
-        if span is not None:  # one tile more, since the first one begins before the first key
-            reach = min(reach, span + max_queries - 1 + launch.tile)
-    num_splits = min(MAX_SPLITS, triton.cdiv(reach, launch.split))
+    num_splits = most_splits(max_keys, max_queries, launch.tile, launch.split, params)
     partials = Partials.empty(num_sequences * max_queries * num_heads, num_splits, out.shape[2], out.device)
     _decode_kernel[(num_kv_heads, num_splits, num_sequences)](
         out, partials.out, partials.stats, query, *block_arguments(blocks),
@@ -134,5 +130,5 @@ def attend_decode(
     if num_splits > 1:
         join_splits(
             out, partials, metadata.query_start_loc, metadata.seq_lens, max_queries=max_queries, tile=launch.tile,
-            split=launch.split, max_splits=MAX_SPLITS, window=params.window, chunk=params.chunk,
+            split=launch.split, window=params.window, chunk=params.chunk,
         )  # fmt: skip

@@ -13,8 +13,6 @@ in prefill.py, and walk all their keys.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -26,8 +24,17 @@ from hf_paged.kernels.triton.arguments import block_arguments, block_constants, 
 from hf_paged.kernels.triton.latent_launch import MAX_RANK, LatentLaunch, latent_launch
 from hf_paged.kernels.triton.launch_table import MAX_DECODE_QUERIES, MAX_SPLITS, converts_e4m3, current_arch
 from hf_paged.kernels.triton.prefill import sequence_of_block
-from hf_paged.kernels.triton.shared import LOG2E, first_visible, load_scales, load_tile, product, start_softmax
-from hf_paged.kernels.triton.splits import Partials, join_splits, split_length, store_split
+from hf_paged.kernels.triton.shared import (
+    first_visible,
+    load_scales,
+    load_tile,
+    product,
+    relative_scales,
+    start_softmax,
+    weigh,
+)
+from hf_paged.kernels.triton.splits import Partials, join_splits, most_splits, split_length, store_split
+from hf_paged.kernels.triton.step_shape import StepShape, step_shape
 
 _MIN_ROWS = 16  # of a matrix product
 
@@ -120,28 +127,16 @@ def _latent_kernel(
             latent_scale = load_scales(latent_scales, slots, latent_scale_stride, None, False)
             scores *= latent_scale[None, :]
         scores += rotary_scores
-        if HAS_SOFTCAP:  # softcap * tanh(scores / softcap), by way of a sigmoid
-            scores = (2 * tl.sigmoid(scores * (2 * scale / softcap)) - 1) * (softcap * LOG2E)
-        else:
-            scores *= scale * LOG2E
-        visible = key_position[None, :] <= position[:, None]
-        if HAS_WINDOW or HAS_CHUNK:
-            first = first_visible(position, window, chunk, HAS_WINDOW, HAS_CHUNK)
-            visible &= key_position[None, :] >= first[:, None]
-        scores = tl.where(visible, scores, float("-inf"))
-
-        new_highest = tl.maximum(highest, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - new_highest[:, None])
-        decay = tl.exp2(highest - new_highest)
-        total = total * decay + tl.sum(weights, axis=1)
+        weights, decay, highest, total = weigh(
+            scores, key_position, position, highest, total, scale, softcap, window, chunk,
+            HAS_WINDOW, HAS_CHUNK, HAS_SOFTCAP, True,
+        )  # fmt: skip
         result *= decay[:, None]
-        highest = new_highest
         if KEY_FORMAT == "plain":
             result += product(weights.to(latent.dtype), latent)
         else:
-            # Scales relative to the tile's largest: small ones would leave float16's range.
-            largest = tl.maximum(tl.max(latent_scale, axis=0), 1e-30)
-            weights *= (latent_scale / largest)[None, :]
+            relative, largest = relative_scales(latent_scale)
+            weights *= relative[None, :]
             result += product(weights.to(latent.dtype), latent) * largest
 
     store_split(
@@ -149,15 +144,6 @@ def _latent_kernel(
         partial_out, partial_stats, (sequence * MAX_QUERIES + index) * NUM_HEADS + head, is_row, split, num_splits,
         end_read - first_key <= length, highest, total, result, D, BLOCK_D,
     )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _StepShape:
-    """What the host must know of a step to launch, the same for all layers."""
-
-    most_queries: int  # of the sequences that are split; 0: there are none
-    most_keys: int
-    has_prefill: bool
 
 
 def attend_latent(
@@ -181,14 +167,14 @@ def attend_latent(
     query_latent, query_rope = (
         query if query.stride(2) == 1 else query.contiguous() for query in (query_latent, query_rope)
     )
-    shape = _step_shape(metadata)
+    shape = step_shape(metadata)
     out = torch.empty(query_latent.shape, dtype=query_latent.dtype, device=query_latent.device)
-    if shape.most_queries:
+    if shape.max_decode_queries:
         _attend_splits(out, query_latent, query_rope, blocks, metadata, params, shape)
     if shape.has_prefill:
         partials = Partials.empty(0, 1, rank, out.device)
         launch = _launch(out, blocks)
-        heads = min(launch.rows, _pow2(out.shape[1]))
+        heads = min(launch.rows, triton.next_power_of_2(out.shape[1]))
         block_q = launch.rows // heads
         num_blocks = out.shape[0] // block_q + metadata.seq_lens.shape[0]
         _run(
@@ -205,18 +191,14 @@ def _attend_splits(
     blocks: KVBlocks,
     metadata: AttentionMetadata,
     params: AttentionParams,
-    shape: _StepShape,
+    shape: StepShape,
 ) -> None:
     num_heads, rank = out.shape[1:]
     num_sequences = metadata.seq_lens.shape[0]
     launch = _launch(out, blocks)
-    block_q = 1 if shape.most_queries == 1 else MAX_DECODE_QUERIES
-    heads = max(_MIN_ROWS // block_q, min(launch.rows // block_q, _pow2(num_heads)))
-    reach = shape.most_keys
-    for span in (params.window, params.chunk):
-        if span is not None:  # one tile more, since the first one begins before the first key
-            reach = min(reach, span + block_q - 1 + launch.tile)
-    num_splits = min(MAX_SPLITS, triton.cdiv(reach, launch.split))
+    block_q = 1 if shape.max_decode_queries == 1 else MAX_DECODE_QUERIES
+    heads = max(_MIN_ROWS // block_q, min(launch.rows // block_q, triton.next_power_of_2(num_heads)))
+    num_splits = most_splits(shape.max_decode_keys, block_q, launch.tile, launch.split, params)
     partials = Partials.empty(num_sequences * block_q * num_heads, num_splits, rank, out.device)
     _run(
         (triton.cdiv(num_heads, heads), num_splits, num_sequences), launch, out, partials, query_latent, query_rope,
@@ -225,7 +207,7 @@ def _attend_splits(
     if num_splits > 1:
         join_splits(
             out, partials, metadata.query_start_loc, metadata.seq_lens, max_queries=block_q, tile=launch.tile,
-            split=launch.split, max_splits=MAX_SPLITS, window=params.window, chunk=params.chunk,
+            split=launch.split, window=params.window, chunk=params.chunk,
         )  # fmt: skip
 
 
@@ -259,22 +241,4 @@ def _run(
 
 
 def _launch(out: torch.Tensor, blocks: KVBlocks) -> LatentLaunch:
-    is_quantised = blocks.key_scales is not None or blocks.value_scales is not None
-    return latent_launch(current_arch(out.device), out.element_size(), is_quantised)
-
-
-def _pow2(number: int) -> int:
-    return 1 << (number - 1).bit_length()
-
-
-def _step_shape(metadata: AttentionMetadata) -> _StepShape:
-    shape = metadata.plans.get("triton latent")
-    if not isinstance(shape, _StepShape):
-        lens = list(zip(metadata.query_lens, metadata.kv_lens, strict=True))
-        few = [(queries, keys) for queries, keys in lens if 0 < queries <= MAX_DECODE_QUERIES]
-        shape = metadata.plans["triton latent"] = _StepShape(
-            max((queries for queries, _ in few), default=0),
-            max((keys for _, keys in few), default=0),
-            any(queries > MAX_DECODE_QUERIES for queries, _ in lens),
-        )
-    return shape
+    return latent_launch(current_arch(out.device), out.element_size(), blocks.is_quantised)

@@ -86,6 +86,41 @@ def load_scales(pointer, slots, slot_stride, readable, MASKED: tl.constexpr):
 
 
 @triton.jit
+def relative_scales(scales):
+    """Scales `[TILE]` relative to their largest, and that one: small ones would leave float16's range."""
+    largest = tl.maximum(tl.max(scales, axis=0), 1e-30)
+    return scales / largest, largest
+
+
+@triton.jit
+def weigh(
+    scores,  # [M, TILE], query . key
+    key_position, position,  # [TILE], [M]
+    highest, total,  # [M], so far
+    scale, softcap, window, chunk,
+    HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One step of the running softmax: weights `[M, TILE]`, what earlier sums are worth now, and the new state.
+
+    MASKED False: every row sees every key.
+    """
+    if HAS_SOFTCAP:  # softcap * tanh(scores / softcap), by way of a sigmoid
+        scores = (2 * tl.sigmoid(scores * (2 * scale / softcap)) - 1) * (softcap * LOG2E)
+    else:
+        scores *= scale * LOG2E
+    if MASKED:
+        visible = key_position[None, :] <= position[:, None]
+        if HAS_WINDOW or HAS_CHUNK:
+            first = first_visible(position, window, chunk, HAS_WINDOW, HAS_CHUNK)
+            visible &= key_position[None, :] >= first[:, None]
+        scores = tl.where(visible, scores, float("-inf"))
+    new_highest = tl.maximum(highest, tl.max(scores, axis=1))
+    weights = tl.exp2(scores - new_highest[:, None])
+    decay = tl.exp2(highest - new_highest)
+    return weights, decay, new_highest, total * decay + tl.sum(weights, axis=1)
+
+
+@triton.jit
 def attend_keys(
     query, highest, total, out,  # [M, BLOCK_D], [M], [M], [M, BLOCK_DV]
     begin, end,  # tiles from `begin`, a multiple of TILE, to `end`
@@ -125,32 +160,20 @@ def attend_keys(
             scores = tl.sum(query[:, None, :].to(tl.float32) * key[None, :, :].to(tl.float32), axis=2)
         if KEY_FORMAT != "plain":
             scores *= load_scales(key_scales, slots, key_scale_stride, readable, MASKED)[None, :]
-        if HAS_SOFTCAP:  # softcap * tanh(scores / softcap), by way of a sigmoid
-            scores = (2 * tl.sigmoid(scores * (2 * scale / softcap)) - 1) * (softcap * LOG2E)
-        else:
-            scores *= scale * LOG2E
-        if MASKED:
-            visible = readable[None, :] & (key_position[None, :] <= position[:, None])
-            if HAS_WINDOW or HAS_CHUNK:
-                first = first_visible(position, window, chunk, HAS_WINDOW, HAS_CHUNK)
-                visible &= key_position[None, :] >= first[:, None]
-            scores = tl.where(visible, scores, float("-inf"))
-
-        new_highest = tl.maximum(highest, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - new_highest[:, None])
-        decay = tl.exp2(highest - new_highest)
-        total = total * decay + tl.sum(weights, axis=1)
+        weights, decay, highest, total = weigh(
+            scores, key_position, position, highest, total, scale, softcap, window, chunk,
+            HAS_WINDOW, HAS_CHUNK, HAS_SOFTCAP, MASKED,
+        )  # fmt: skip
         out *= decay[:, None]
-        highest = new_highest
 
         value = load_tile(
             values, slots, value_stride, readable, query.dtype, DV, BLOCK_DV, VALUE_FORMAT, CONVERTS_E4M3, MASKED
         )  # fmt: skip
         if VALUE_FORMAT != "plain":
-            # Scales relative to the tile's largest: small ones would leave float16's range.
-            value_scale = load_scales(value_scales, slots, value_scale_stride, readable, MASKED)
-            largest = tl.maximum(tl.max(value_scale, axis=0), 1e-30)
-            weights *= (value_scale / largest)[None, :]
+            relative, largest = relative_scales(
+                load_scales(value_scales, slots, value_scale_stride, readable, MASKED)
+            )  # fmt: skip
+            weights *= relative[None, :]
         if USE_DOT:
             update = product(weights.to(query.dtype), value)
         else:

@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from hf_paged.kernels.metadata import AttentionParams
+from hf_paged.kernels.triton.launch_table import MAX_SPLITS
 from hf_paged.kernels.triton.shared import first_visible
 
 
@@ -23,6 +25,15 @@ from hf_paged.kernels.triton.shared import first_visible
 def split_length(num_keys, TILE: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
     """Keys a split, a multiple of TILE, for a sequence with `num_keys` keys from its first tile on."""
     return tl.maximum(SPLIT, tl.cdiv(tl.cdiv(num_keys, MAX_SPLITS), TILE) * TILE)
+
+
+def most_splits(max_keys: int, max_queries: int, tile: int, split: int, params: AttentionParams) -> int:
+    """Splits of the longest sequence there may be: of `max_keys` keys, as far as `max_queries` queries see back."""
+    reach = max_keys
+    for span in (params.window, params.chunk):
+        if span is not None:  # one tile more, since the first one begins before the first key
+            reach = min(reach, span + max_queries - 1 + tile)
+    return min(MAX_SPLITS, -(-reach // split))
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +118,6 @@ def join_splits(
     max_queries: int,
     tile: int,
     split: int,
-    max_splits: int,
     window: int | None,
     chunk: int | None,
 ) -> None:
@@ -118,13 +128,13 @@ def join_splits(
         partials: of rows (sequence, query of it, head).
         query_start_loc: `[S + 1]`.
         seq_lens: `[S]`.
-        max_queries, tile, split, max_splits, window, chunk: as the splits were made with.
+        max_queries, tile, split, window, chunk: as the splits were made with.
     """
     num_heads, value_dim = out.shape[1:]
     _join_kernel[(num_heads, seq_lens.shape[0] * max_queries)](
         out, partials.out, partials.stats, query_start_loc, seq_lens, out.stride(0), window or 0, chunk or 0,
         partials.num_splits,
         NUM_HEADS=num_heads, MAX_QUERIES=max_queries, DV=value_dim, BLOCK_DV=triton.next_power_of_2(value_dim),
-        TILE=tile, SPLIT=split, MAX_SPLITS=max_splits, HAS_WINDOW=window is not None, HAS_CHUNK=chunk is not None,
+        TILE=tile, SPLIT=split, MAX_SPLITS=MAX_SPLITS, HAS_WINDOW=window is not None, HAS_CHUNK=chunk is not None,
         num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from hf_paged.kernels.triton.decode import attend_decode
 from hf_paged.kernels.triton.launch_table import MAX_DECODE_QUERIES, MAX_SPLITS, decode_launch
 from tests.kernels.packed import Packed, decodes, pack
 from tests.kernels.tolerances import assert_close
+from tests.kernels.triton.grid import GRID_NAMES, grid
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 SPLIT = decode_launch("interpreter", 4, 64).split
@@ -170,19 +170,8 @@ def test_blocks_beyond_two_to_the_31_elements() -> None:
     assert_close(actual, ReferenceBackend().attend(query, blocks, metadata, params))
 
 
-# Every seventh of all combinations: each value meets each of the others.
-GRID = list(
-    itertools.product(
-        [1, 3, 5, 8],
-        [{}, *FEATURES],
-        [torch.float32, torch.float16, torch.bfloat16],
-        [8, 16, 32, 64, 128, 256],
-    )
-)[::7]
-
-
 @pytest.mark.grid
-@pytest.mark.parametrize(("group_size", "options", "dtype", "block_size"), GRID, ids=str)
+@pytest.mark.parametrize(GRID_NAMES, grid(FEATURES), ids=str)
 def test_grid(group_size: int, options: dict[str, Any], dtype: torch.dtype, block_size: int) -> None:
     lengths = decodes([1, 15, 16, 17, 255, 1500])
     check(pack(lengths, group_size=group_size, dtype=dtype, block_size=block_size, head_dim=80, **options))

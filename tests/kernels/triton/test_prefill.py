@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from hf_paged.kernels.triton.launch_table import MAX_DECODE_QUERIES
 from hf_paged.kernels.triton.prefill import attend_prefill
 from tests.kernels.packed import Packed, pack
 from tests.kernels.tolerances import assert_close
+from tests.kernels.triton.grid import GRID_NAMES, grid
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 # A fresh prompt, a chunk of a long one, a speculative check, a first token, decodes; in no order
@@ -100,18 +100,7 @@ def test_a_prompt_does_not_depend_on_its_neighbours() -> None:
     assert spoilt[packed.tokens_of(1)].isnan().all()
 
 
-# Every seventh of all combinations: each value meets each of the others.
-GRID = list(
-    itertools.product(
-        [1, 3, 5, 8],
-        [{}, *FEATURES],
-        [torch.float32, torch.float16, torch.bfloat16],
-        [8, 16, 32, 64, 128, 256],
-    )
-)[::7]
-
-
 @pytest.mark.grid
-@pytest.mark.parametrize(("group_size", "options", "dtype", "block_size"), GRID, ids=str)
+@pytest.mark.parametrize(GRID_NAMES, grid(FEATURES), ids=str)
 def test_grid(group_size: int, options: dict[str, Any], dtype: torch.dtype, block_size: int) -> None:
     check(pack(MIXED, num_kv_heads=1, group_size=group_size, dtype=dtype, block_size=block_size, **options))
