@@ -18,6 +18,7 @@ from hf_paged.engine.attention_swap import model_lock, paged_attention, switchab
 from hf_paged.engine.batch import LogitsRows, PackedBatch, pack
 from hf_paged.engine.probe import accepts_logits_to_keep, probe_layout
 from hf_paged.errors import PackedStepError
+from hf_paged.fused.swap import FusedSwap
 from hf_paged.kernels.metadata import PackedStep, packed_step
 from hf_paged.kernels.registry import resolve_backend
 from hf_paged.linears.swap import LinearSwap
@@ -49,12 +50,14 @@ class ModelRunner:
         self.cache: StepCache | None = None
         self._keeps_logits = accepts_logits_to_keep(model)
         self.linears = LinearSwap(config.linear_backend)
+        self.fused = FusedSwap(config.linear_backend)
         self.look_at_linears()
 
     def look_at_linears(self) -> None:
-        """Finds the linear layers that may run natively; once a call, since a model may have got others."""
+        """Finds what of the model may run natively; once a call, since a model may have got other layers."""
         with self.lock:
             self.linears.look(self._get_model())
+            self.fused.look(self._get_model())
 
     def probe(self, num_tokens: int) -> None:
         """Runs a forward of `num_tokens` tokens that touches no pool, to see what a step allocates."""
@@ -135,7 +138,7 @@ class ModelRunner:
     def _forward(self, batch: PackedBatch) -> torch.Tensor:
         model = self._get_model()
         step = PackedStep(self.cache, batch.metadata)
-        with paged_attention(self._configs, model), self.linears.installed(), packed_step(step):
+        with paged_attention(self._configs, model), self.linears.installed(), self.fused.installed(), packed_step(step):
             result = model(
                 input_ids=batch.input_ids,
                 position_ids=batch.position_ids,

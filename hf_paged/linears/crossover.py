@@ -12,7 +12,8 @@ time |                         . '  native: about in proportion to the rows
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import cycle
 from typing import Final
 
 import torch
@@ -21,8 +22,8 @@ import torch.nn.functional as F
 from hf_paged.linears.native import NativeProduct
 
 # The native product has won at these few rows for each shape on each machine that was looked at.
-SURE_ROWS: Final = 8
-STEPS: Final = (12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+SURE_ROWS: Final = 32
+STEPS: Final = (48, 64, 96, 128, 192, 256, 384, 512)
 UNLIMITED: Final = 1 << 60
 
 _REPEATS = 3
@@ -33,15 +34,22 @@ Key = tuple[int, int, torch.dtype, int]
 _limits: dict[Key, int] = {}
 
 
-def measured_limit(weight: torch.Tensor, product: NativeProduct, num_threads: int) -> int:
-    """The most rows for which the native product is to be used with a weight `[n, k]`.
+def measured_limit(weights: Sequence[torch.Tensor], product: NativeProduct, num_threads: int) -> int:
+    """The most rows for which the native product is to be used.
 
     The first call of a shape takes some tens of milliseconds.
+
+    Args:
+        weights: `[n, k]` each, of one shape and type: the layers of a model. Each trial takes the next one, so that it
+            comes from memory, as in a forward, where there are more than the caches hold.
+        product: the native product.
+        num_threads: of both.
     """
-    n, k = weight.shape
-    key = n, k, weight.dtype, num_threads
+    n, k = weights[0].shape
+    key = n, k, weights[0].dtype, num_threads
     if key not in _limits:
-        limit = find_limit(lambda rows: _native_wins(weight, product, rows, num_threads))
+        next_weight = cycle(weights).__next__
+        limit = find_limit(lambda rows: _native_wins(next_weight, product, rows, num_threads))
         _limits.setdefault(key, limit)  # the first of two threads that measured at once
     return _limits[key]
 
@@ -64,14 +72,16 @@ def find_limit(native_wins: Callable[[int], bool]) -> int:
     return STEPS[low - 1] if low else SURE_ROWS
 
 
-def _native_wins(weight: torch.Tensor, product: NativeProduct, rows: int, num_threads: int) -> bool:
-    n, k = weight.shape
-    part = weight.detach()[: min(n, max(64, _PRODUCTS // (rows * k)))]
-    x = torch.ones(rows, k, dtype=weight.dtype)
+def _native_wins(next_weight: Callable[[], torch.Tensor], product: NativeProduct, rows: int, num_threads: int) -> bool:
+    n, k = next_weight().shape
+    columns = min(n, max(64, _PRODUCTS // (rows * k)))
+    x = torch.ones(rows, k, dtype=next_weight().dtype)
     native = torch_time = float("inf")
     for _ in range(_REPEATS):
-        torch_time = min(torch_time, _seconds(lambda: F.linear(x, part)))
-        native = min(native, _seconds(lambda: product(x, [(part, None)], num_threads)))
+        part = next_weight().detach()[:columns]
+        torch_time = min(torch_time, _seconds(lambda part=part: F.linear(x, part)))  # type: ignore[misc]
+        part = next_weight().detach()[:columns]
+        native = min(native, _seconds(lambda part=part: product(x, [(part, None)], num_threads)))  # type: ignore[misc]
         if native * _CLEAR < torch_time or torch_time * _CLEAR < native:
             break
     return native < torch_time

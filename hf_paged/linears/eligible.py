@@ -21,7 +21,7 @@ def eligible_linears(model: nn.Module) -> list[nn.Linear]:
     """
     return [
         module
-        for module in _untouched_modules(model, set())
+        for module in untouched_modules(model, set())
         if type(module) is nn.Linear and is_plain(module._parameters.get("weight"))
     ]
 
@@ -37,11 +37,12 @@ def is_plain(weight: torch.Tensor | None) -> bool:
     )
 
 
-def _untouched_modules(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
+def untouched_modules(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
+    """A module and those below it, but for `seen` ones, and those with a `forward` of their own and all below them."""
     if id(module) in seen or "forward" in module.__dict__ or module._compiled_call_impl is not None:
         return
     seen.add(id(module))
     yield module
     for name, child in module._modules.items():
         if child is not None and name != UP_PROJECTION:
-            yield from _untouched_modules(child, seen)
+            yield from untouched_modules(child, seen)

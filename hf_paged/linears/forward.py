@@ -30,8 +30,16 @@ class Scope:
         self.thread: int | None = None  # whose forward runs
         self.num_threads = 1
         self.watch: Watch | None = None
+        self.forwards: list[NativeForward] = []  # all of the model
         self.num_products = 0  # layers computed natively, over the life of the scope
         self.is_forced = is_forced
+
+    def weights_like(self, weight: torch.Tensor) -> list[torch.Tensor]:
+        """The weights of the model that have this one's shape and type, itself among them."""
+        modules = (forward.module for forward in self.forwards)
+        weights = (module._parameters["weight"] for module in modules if module is not None)
+        alike = [w for w in weights if is_plain(w) and (w.shape, w.dtype) == (weight.shape, weight.dtype)]  # type: ignore[union-attr]
+        return alike or [weight]  # type: ignore[return-value]
 
 
 class NativeForward:
@@ -115,7 +123,7 @@ class NativeForward:
         if num_rows <= SURE_ROWS or scope.is_forced:
             return True
         if self._limit_threads != scope.num_threads:
-            self._limit = measured_limit(weight, scope.product, scope.num_threads)
+            self._limit = measured_limit(scope.weights_like(weight), scope.product, scope.num_threads)
             self._limit_threads = scope.num_threads
         return num_rows <= self._limit
 

@@ -5,9 +5,10 @@
  *        v                        v                        v
  *
  * A thread takes groups of six rows of W. It keeps one group in the first cache and takes all rows of x past it, ROWS at
- * a time: ROWS * COLUMNS sums stay in registers, each a vector along k. So W is read from memory once, and the next group
- * is fetched while this one is used. The order of a sum depends on k alone: a row's result doesn't depend on the rows
- * beside it, on n, or on the number of threads.
+ * a time: ROWS * COLUMNS sums stay in registers, each a vector along k. So W is read from memory once. The next group is
+ * fetched while this one is used, a few lines at a time over all passes: a core keeps only some twenty in flight, and one
+ * that asks for more waits instead of multiplying. The order of a sum depends on k alone: a row's result doesn't depend
+ * on the rows beside it, on n, or on the number of threads.
  */
 #include <stddef.h>
 #include <stdint.h>
@@ -39,6 +40,8 @@
 #define PANEL 8              /* groups that are taken before the next values of their rows */
 #define BAD_STRIDE 1024      /* rows that lie a multiple of this apart share their places in a cache, */
 #define FEW_ROWS 8           /* so W is copied if there are more rows of x than make up for it */
+#define LINE 64              /* bytes of a cache line */
+#define MOST_FETCHES 12      /* lines of W that are asked for in two steps of a pass */
 
 /* Makes a compiler hold a value in a register: left to itself it loads x once for each use, and loads are the limit. */
 #if defined(__AVX__)
@@ -74,21 +77,24 @@ static inline void add_up(const sums *s, float *total) {
     }
     __m256 four = _mm256_hadd_ps(_mm256_hadd_ps(h[0], h[1]), _mm256_hadd_ps(h[2], h[3]));
     __m256 pair = _mm256_hadd_ps(h[4], h[5]), two = _mm256_hadd_ps(pair, pair);
-    float last[4];
     _mm_storeu_ps(total, _mm_add_ps(_mm256_castps256_ps128(four), _mm256_extractf128_ps(four, 1)));
-    _mm_storeu_ps(last, _mm_add_ps(_mm256_castps256_ps128(two), _mm256_extractf128_ps(two, 1)));
-    total[4] = last[0];
-    total[5] = last[1];
+    _mm_storel_pi((__m64 *)(total + 4), _mm_add_ps(_mm256_castps256_ps128(two), _mm256_extractf128_ps(two, 1)));
 #else
     for (int j = 0; j < COLUMNS; j++) total[j] = (s[j][0] + s[j][2]) + (s[j][1] + s[j][3]);
 #endif
 }
 
+/* Where the lines lie that are needed next of W, from its first byte on. The last is repeated, so that a pass may fetch
+ * past the end. */
+typedef struct {
+    int32_t at[COLUMNS * (DEPTH * 4 / LINE + 1) + MOST_FETCHES * (DEPTH / LANES)];
+    int64_t count, depth;
+} lines;
+
 /* A group of rows of W, a part of their length at a time, and where the products go. */
 typedef struct {
     const float *w[COLUMNS];
-    const char *ahead[COLUMNS]; /* what is needed next of W */
-    int64_t ahead_scale;        /* bytes of one value of it */
+    const char *ahead; /* what is needed next of W */
     int64_t depth;
     int is_first, is_last; /* of the parts */
     const float *bias;     /* or NULL */
@@ -97,32 +103,49 @@ typedef struct {
     int count; /* columns that there are */
 } strip;
 
-/* `rows` and `fetches` are constants where this is inlined. */
-static inline __attribute__((always_inline)) void multiply(const strip *t, int rows, int fetches, const float *x,
-                                                           int64_t stride, sums (*carried)[COLUMNS], int64_t row) {
+static void find_lines(lines *l, int64_t k, int64_t depth, int64_t size) {
+    if (l->depth == depth) return;
+    l->depth = depth;
+    l->count = 0;
+    for (int j = 0; j < COLUMNS; j++)
+        for (int64_t byte = 0; byte < depth * size; byte += LINE) l->at[l->count++] = (int32_t)(j * k * size + byte);
+    for (size_t i = (size_t)l->count; i < sizeof l->at / sizeof *l->at; i++) l->at[i] = l->at[l->count - 1];
+}
+
+/* `rows` and `fetches`, lines in two steps, are constants where this is inlined. */
+static inline __attribute__((always_inline)) void multiply(const strip *t, int rows, int fetches, const int32_t *line,
+                                                           const float *x, int64_t stride, sums (*carried)[COLUMNS],
+                                                           int64_t row) {
     sums s[ROWS][COLUMNS];
     for (int i = 0; i < rows; i++)
         for (int j = 0; j < COLUMNS; j++) s[i][j] = t->is_first ? (sums){0} : carried[i][j];
     const float *w0 = t->w[0], *w1 = t->w[1], *w2 = t->w[2], *w3 = t->w[3], *w4 = t->w[4], *w5 = t->w[5];
+    const char *ahead = t->ahead;
     int64_t p = 0;
-    for (; p + LANES <= t->depth; p += LANES) {
-        if (fetches) {
-            for (int j = 0; j < COLUMNS; j++) __builtin_prefetch(t->ahead[j] + p * t->ahead_scale);
-        }
-        sums a[ROWS];
-        for (int i = 0; i < rows; i++) {
-            a[i] = *(const lanes *)(x + i * stride + p);
-            KEEP(a[i]);
-        }
 #define COLUMN(J)                                  \
     {                                              \
         sums v = *(const lanes *)(w##J + p);       \
         KEEP(v);                                   \
         for (int i = 0; i < rows; i++) s[i][J] += a[i] * v; \
     }
-        COLUMN(0) COLUMN(1) COLUMN(2) COLUMN(3) COLUMN(4) COLUMN(5)
-#undef COLUMN
+#define STEP                                       \
+    {                                              \
+        sums a[ROWS];                              \
+        for (int i = 0; i < rows; i++) {           \
+            a[i] = *(const lanes *)(x + i * stride + p); \
+            KEEP(a[i]);                            \
+        }                                          \
+        COLUMN(0) COLUMN(1) COLUMN(2) COLUMN(3) COLUMN(4) COLUMN(5) \
+        p += LANES;                                \
     }
+    while (p + 2 * LANES <= t->depth) {
+        for (int f = 0; f < fetches; f++) __builtin_prefetch(ahead + line[f]);
+        line += fetches;
+        STEP STEP
+    }
+    if (p + LANES <= t->depth) STEP
+#undef STEP
+#undef COLUMN
     if (p < t->depth) {
         size_t rest = (size_t)(t->depth - p) * sizeof(float);
         for (int i = 0; i < rows; i++) {
@@ -141,17 +164,28 @@ static inline __attribute__((always_inline)) void multiply(const strip *t, int r
             continue;
         }
         float total[COLUMNS], *out = t->out + (row + i) * t->out_stride;
-        add_up(s[i], total);
-        for (int j = 0; j < t->count; j++) out[j] = t->bias ? total[j] + t->bias[j] : total[j];
+        if (t->count == COLUMNS) {
+            add_up(s[i], out);
+        } else {
+            add_up(s[i], total);
+            memcpy(out, total, (size_t)t->count * sizeof(float));
+        }
+        if (t->bias)
+            for (int j = 0; j < t->count; j++) out[j] += t->bias[j];
     }
 }
 
-static void multiply_some(const strip *t, int64_t rows, int fetches, const float *x, int64_t stride,
+static void multiply_some(const strip *t, int64_t rows, int fetches, const int32_t *line, const float *x, int64_t stride,
                           sums (*carried)[COLUMNS], int64_t row) {
-#define CASE(R)                                                     \
-    case R:                                                         \
-        if (fetches) multiply(t, R, 1, x, stride, carried, row);    \
-        else multiply(t, R, 0, x, stride, carried, row);            \
+#define ONE(R, F) multiply(t, R, F, line, x, stride, carried, row)
+#define CASE(R)                           \
+    case R:                               \
+        if (fetches == 0) ONE(R, 0);      \
+        else if (fetches == 1) ONE(R, 1); \
+        else if (fetches == 2) ONE(R, 2); \
+        else if (fetches == 3) ONE(R, 3); \
+        else if (fetches <= 6) ONE(R, 6); \
+        else ONE(R, MOST_FETCHES);        \
         break;
     switch (rows) {
         CASE(1)
@@ -162,6 +196,7 @@ static void multiply_some(const strip *t, int64_t rows, int fetches, const float
 #endif
     }
 #undef CASE
+#undef ONE
 }
 
 static void widen(const uint16_t *from, float *to, int64_t count) {
@@ -174,16 +209,20 @@ static void widen(const uint16_t *from, float *to, int64_t count) {
 /* Up to PANEL groups of W, from row `first`, times rows `m0` to `m0 + rows` of x. Long rows are taken a part of their
  * length at a time, all groups before the next part: so what is used of x and W stays near, however long they are. */
 static void panel(const part *p, int64_t first, int64_t groups, const float *x, int64_t stride, int64_t m0, int64_t rows,
-                  int64_t k, int is_bf16) {
+                  int64_t k, int is_bf16, lines *next) {
     sums carried[PANEL][MOST_ROWS][COLUMNS]; /* used by long rows only */
     float wide[COLUMNS][DEPTH];
     int64_t size = is_bf16 ? 2 : 4;
     int copies = k % BAD_STRIDE == 0 && rows > FEW_ROWS;
-    strip t = {.ahead_scale = size, .out_stride = p->n};
+    int64_t passes = (rows + ROWS - 1) / ROWS;
+    strip t = {.out_stride = p->n};
     for (int64_t k0 = 0; k0 < k; k0 += DEPTH) {
         t.depth = k - k0 < DEPTH ? k - k0 : DEPTH;
         t.is_first = k0 == 0;
         t.is_last = k0 + t.depth == k;
+        find_lines(next, k, t.depth, size);
+        int64_t pairs = t.depth / (2 * LANES), fetches = pairs ? (next->count + passes * pairs - 1) / (passes * pairs) : 0;
+        if (fetches > 3) fetches = fetches > 6 ? MOST_FETCHES : 6;
         for (int64_t g = 0; g < groups; g++) {
             int64_t column = first + g * COLUMNS;
             t.count = (int)(p->n - column < COLUMNS ? p->n - column : COLUMNS);
@@ -192,7 +231,6 @@ static void panel(const part *p, int64_t first, int64_t groups, const float *x, 
             for (int j = 0; j < COLUMNS; j++) { /* past the last row: the last one again, and its sums are left */
                 int64_t row = column + (j < t.count ? j : t.count - 1);
                 const char *at = (const char *)p->weight + (row * k + k0) * size;
-                t.ahead[j] = at + COLUMNS * k * size;
                 if (is_bf16) {
                     widen((const uint16_t *)at, wide[j], t.depth);
                     t.w[j] = wide[j];
@@ -203,9 +241,14 @@ static void panel(const part *p, int64_t first, int64_t groups, const float *x, 
                     t.w[j] = (const float *)at;
                 }
             }
-            for (int64_t i = 0; i < rows; i += ROWS) {
+            int64_t row = g + 1 < groups || t.is_last ? column + COLUMNS : first;
+            int64_t from = g + 1 < groups ? k0 : t.is_last ? 0 : k0 + DEPTH;
+            t.ahead = (const char *)p->weight + (row * k + from) * size;
+            const int32_t *line = next->at, *end = next->at + next->count;
+            for (int64_t i = 0; i < rows; i += ROWS, line += fetches * pairs) {
                 int64_t some = rows - i < ROWS ? rows - i : ROWS;
-                multiply_some(&t, some, i == 0, x + (m0 + i) * stride + k0, stride, carried[g] + i, m0 + i);
+                multiply_some(&t, some, line < end ? (int)fetches : 0, line, x + (m0 + i) * stride + k0, stride,
+                              carried[g] + i, m0 + i);
             }
         }
     }
@@ -228,6 +271,7 @@ void hf_paged_linear(const product *call) {
 #pragma omp parallel for num_threads((int)num_threads) schedule(static)
     for (int64_t thread = 0; thread < num_threads; thread++) {
         int64_t begin = groups * thread / num_threads, end = groups * (thread + 1) / num_threads;
+        lines next = {.depth = -1};
         for (int64_t m0 = 0; m0 < m; m0 += MOST_ROWS) {
             int64_t rows = m - m0 < MOST_ROWS ? m - m0 : MOST_ROWS, offset = 0;
             for (int64_t i = 0; i < num_parts; i++) {
@@ -235,7 +279,7 @@ void hf_paged_linear(const product *call) {
                 int64_t g = begin > offset ? begin - offset : 0, stop = end - offset < own ? end - offset : own;
                 for (; g < stop; g += PANEL)
                     panel(&parts[i], g * COLUMNS, stop - g < PANEL ? stop - g : PANEL, call->x, call->stride, m0, rows,
-                          call->k, (int)call->is_bf16);
+                          call->k, (int)call->is_bf16, &next);
                 offset += own;
             }
         }

@@ -76,6 +76,7 @@ class LinearSwap:
         scope = self._make_scope() if found else None
         if scope is not None:
             self._forwards = [NativeForward(linear, scope) for linear in found]
+            scope.forwards = self._forwards
 
     def _make_scope(self) -> Scope | None:
         if self._scope is None:
@@ -90,7 +91,7 @@ class LinearSwap:
     def installed(self) -> Iterator[None]:
         """The native product inside, the model as it was outside, also after an exception. Hold the model's lock."""
         scope = self._scope
-        if scope is None or not self._forwards or _is_watched_by_others():
+        if scope is None or not self._forwards or is_watched_by_others():
             yield
             return
         namespaces = []
@@ -130,7 +131,8 @@ class LinearSwap:
         self._groups = [group for group in self._groups if not group.was_wasted]
 
 
-def _is_watched_by_others() -> bool:
+def is_watched_by_others() -> bool:
+    """Whether a mode of torch's looks at, or changes, the operations of this thread."""
     # a mode that looks at each operation, or changes it, is to see the operations that it knows
     modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return _get_current_dispatch_mode() is not None or any(type(mode) is not DeviceContext for mode in modes)

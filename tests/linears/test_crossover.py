@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -29,14 +31,27 @@ def test_a_shape_is_measured_once_for_each_type_and_number_of_threads(monkeypatc
     monkeypatch.setattr(crossover, "_limits", {})
     measured = []
 
-    def native_wins(weight: torch.Tensor, product: object, rows: int, num_threads: int) -> bool:
-        measured.append((tuple(weight.shape), num_threads))
-        return rows <= 24 * num_threads
+    def native_wins(next_weight: Callable[[], torch.Tensor], product: object, rows: int, num_threads: int) -> bool:
+        measured.append((tuple(next_weight().shape), num_threads))
+        return rows <= 48 * num_threads
 
     monkeypatch.setattr(crossover, "_native_wins", native_wins)
     for _ in range(2):
-        assert measured_limit(torch.empty(6, 5), None, 1) == 24  # type: ignore[arg-type]
-        assert measured_limit(torch.empty(6, 5), None, 2) == 48  # type: ignore[arg-type]
-        assert measured_limit(torch.empty(6, 5).bfloat16(), None, 1) == 24  # type: ignore[arg-type]
-    assert measured_limit(torch.empty(5, 6), None, 1) == 24  # type: ignore[arg-type]
+        assert measured_limit([torch.empty(6, 5)], None, 1) == 48  # type: ignore[arg-type]
+        assert measured_limit([torch.empty(6, 5)], None, 2) == 96  # type: ignore[arg-type]
+        assert measured_limit([torch.empty(6, 5).bfloat16()], None, 1) == 48  # type: ignore[arg-type]
+    assert measured_limit([torch.empty(5, 6)], None, 1) == 48  # type: ignore[arg-type]
     assert 4 < len(measured) <= 16
+
+
+def test_each_trial_takes_the_next_layer_so_that_its_weights_come_from_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crossover, "_limits", {})
+    layers = [torch.full((6, 5), float(index)) for index in range(100)]
+    taken = []
+
+    def product(x: torch.Tensor, weights: list[tuple[torch.Tensor, None]], num_threads: int) -> list[torch.Tensor]:
+        taken.append(int(weights[0][0][0, 0]))
+        return [x @ weights[0][0].T]
+
+    measured_limit(layers, product, 1)  # type: ignore[arg-type]
+    assert len(set(taken)) == len(taken)

@@ -9,6 +9,7 @@ import torch
 from hf_paged.kernels.backend import AttentionBackend
 from hf_paged.kernels.cpu.build import load_library, unavailable_reason
 from hf_paged.kernels.cpu.plan import Limits, plan_of
+from hf_paged.kernels.cpu.writer import Writer
 from hf_paged.kernels.kv_blocks import KVBlocks
 from hf_paged.kernels.metadata import AttentionMetadata, AttentionParams
 from hf_paged.kernels.torch_backend import TorchBackend
@@ -68,12 +69,20 @@ class NativeBackend(AttentionBackend):
         self._scratch_sizes: dict[tuple[int, int], int] = {}
         self._step = _Step()
         self._step_address = ctypes.addressof(self._step)
+        self._writer = Writer()
         self._torch = TorchBackend()
 
     @classmethod
     def unavailable_reason(cls, device: torch.device) -> str | None:
         """None for a CPU under Linux with a C compiler. Nothing is built for it."""
         return "its kernels run on a CPU" if device.type != "cpu" else unavailable_reason()
+
+    def write(self, blocks: KVBlocks, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        """See `AttentionBackend.write`. What has to be converted or quantised goes through torch."""
+        if self._writer.takes(blocks, key, value):
+            self._writer(blocks, key, value, slot_mapping)
+        else:
+            super().write(blocks, key, value, slot_mapping)
 
     def attend(
         self, query: torch.Tensor, blocks: KVBlocks, metadata: AttentionMetadata, params: AttentionParams

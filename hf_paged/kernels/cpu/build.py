@@ -93,10 +93,11 @@ def openmp_runtimes() -> list[str]:
     """The OpenMP runtimes that are loaded in this process: real paths of their files, in no order."""
     found = set()
     for line in Path("/proc/self/maps").read_text().splitlines():
-        path = line.split(maxsplit=5)[-1]
-        if path.startswith("/") and Path(path).name.startswith(("libgomp", "libomp", "libiomp")):
-            found.add(os.path.realpath(path))
-    return sorted(found)
+        if "omp" in line:  # there are thousands of lines, and a path costs more than a look
+            path = line.split(maxsplit=5)[-1]
+            if path.startswith("/") and Path(path).name.startswith(("libgomp", "libomp", "libiomp")):
+                found.add(path)
+    return sorted({os.path.realpath(path) for path in found})
 
 
 def _load(source: Path) -> ctypes.CDLL:
@@ -124,11 +125,24 @@ def cache_key(compiler: list[str], runtime: str, source: Path = SOURCE) -> str:
     """What the built library depends on, as 24 hexadecimal digits."""
     parts = [
         source.read_bytes(),
+        *(header.read_bytes() for header in sorted(SOURCE.parent.glob("*.h"))),
         repr((COMPILE_FLAGS, LINK_FLAGS, _machine_flag(), compiler, runtime)).encode(),
-        _run([*compiler, "--version"]).encode(),
+        _version_of(tuple(compiler), _changed(compiler[0])).encode(),
         _cpu().encode(),
     ]
     return hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:24]
+
+
+@cache  # there are several files to build, and a process a question
+def _version_of(compiler: tuple[str, ...], changed: int) -> str:
+    return _run([*compiler, "--version"])
+
+
+def _changed(program: str) -> int:
+    try:
+        return os.stat(program).st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _torchs_runtime() -> str:

@@ -73,7 +73,9 @@ BUILD_AND_ATTEND = """
 def test_processes_that_build_at_once_end_with_one_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     processes = [start_python(BUILD_AND_ATTEND, tmp_path) for _ in range(2)]
     assert [output_of(process) for process in processes] == ["True 1\n"] * 2
-    (library,) = (tmp_path / "kernels").iterdir()  # and nothing of those that came later
+    built = {path.name.partition("-")[0] for path in (tmp_path / "kernels").iterdir()}
+    assert built == {"attention", "write"}
+    (library,) = (tmp_path / "kernels").glob("attention-*")  # and nothing of those that came later
     assert library.name.startswith("attention-")
     before = library.stat().st_mtime_ns
     monkeypatch.setenv("HF_PAGED_CACHE", str(tmp_path))
@@ -182,6 +184,7 @@ def test_the_key_follows_source_flags_compiler_cpu_and_runtime(monkeypatch: pyte
         build.cache_key([str(newer)], "libgomp.so.1"),
         build.cache_key(compiler, "libgomp.so.1", other),
     ]
+    keys.append(_key_with_another_header(monkeypatch, tmp_path, compiler, other))
     newer.write_text("#!/bin/sh\necho its next version\n")
     keys.append(build.cache_key([str(newer)], "libgomp.so.1"))
     assert build.cache_key(compiler, "libgomp.so.1") == keys[0]
@@ -190,6 +193,13 @@ def test_the_key_follows_source_flags_compiler_cpu_and_runtime(monkeypatch: pyte
     monkeypatch.setattr(build, "_cpu", lambda: "another machine in the same home")
     keys.append(build.cache_key(compiler, "libgomp.so.1"))
     assert len(set(keys)) == len(keys)
+
+
+def _key_with_another_header(monkeypatch: pytest.MonkeyPatch, folder: Path, compiler: list[str], source: Path) -> str:
+    (folder / "exponential.h").write_text("/* another */")
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "SOURCE", source)  # its folder has the headers
+        return build.cache_key(compiler, "libgomp.so.1", source)
 
 
 def test_other_systems_run_on_torch(monkeypatch: pytest.MonkeyPatch) -> None:

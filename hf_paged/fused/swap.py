@@ -1,0 +1,117 @@
+"""Puts the fused operations under a model for the length of a packed forward.
+
+LlamaDecoderLayer        stock                                     here
+  input_layernorm        pow, mean, add, rsqrt, mul, mul           one pass
+  rotary                 mul, neg, cat, mul, add, for q and for k  one pass
+  mlp                    silu, mul                                 one pass
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+import torch
+from torch import nn
+
+from hf_paged.errors import ConfigError
+from hf_paged.fused import rotary
+from hf_paged.fused.gates import GateForward, Known, gate_forward
+from hf_paged.fused.kernels import FusedKernels
+from hf_paged.fused.norms import NormForward, norm_forward
+from hf_paged.fused.scope import Scope
+from hf_paged.linears.eligible import untouched_modules
+from hf_paged.linears.swap import LEAST_BYTES, is_watched_by_others
+
+_logger = logging.getLogger(__name__)
+
+
+class FusedSwap:
+    """The parts of one model that may run fused. It holds neither the model nor its weights.
+
+    Nothing of the model differs outside of `installed`.
+
+    Args:
+        backend: `PagedConfig.linear_backend`. "torch" fuses nothing, "native" what there is, and "auto" the same if the
+            model is large enough and fused.c can be built.
+
+    Raises:
+        ConfigError: "native", and fused.c can't be built or loaded here.
+    """
+
+    def __init__(self, backend: str) -> None:
+        self._backend = backend
+        self._scope: Scope | None = Scope(FusedKernels()) if backend == "native" else None
+        self._forwards: list[NormForward | GateForward] = []
+        self._files: list[ModuleType] = []
+        self._seen: list[int] | None = None
+
+    @property
+    def num_calls(self) -> int:
+        """Operations that were computed fused so far."""
+        return self._scope.num_calls if self._scope is not None else 0
+
+    def look(self, model: nn.Module) -> None:
+        """Finds the parts of a model again: adapters and patches change which there are. Hold the model's lock."""
+        if self._backend == "torch" or (self._backend == "auto" and not _is_large(model)):
+            return
+        modules = list(untouched_modules(model, set()))
+        seen = [id(module) for module in modules]
+        if seen == self._seen:
+            return
+        self._seen, self._forwards, self._files = seen, [], []
+        scope = self._make_scope()
+        if scope is None:
+            return
+        known: Known = {}
+        with torch.no_grad():
+            found = [norm_forward(module, scope) or gate_forward(module, scope, known) for module in modules]
+        self._forwards = [forward for forward in found if forward is not None]
+        self._files = rotary.rotary_modules(model)
+
+    def _make_scope(self) -> Scope | None:
+        if self._scope is None:
+            try:
+                self._scope = Scope(FusedKernels())
+            except ConfigError as error:
+                self._backend = "torch"
+                _logger.info("Norms, gates and rotary embeddings stay torch's: %s.", error)
+        return self._scope
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """The fused operations inside, the model as it was outside, also after an exception. Hold the model's lock."""
+        scope = self._scope
+        if scope is None or is_watched_by_others():
+            yield
+            return
+        namespaces = []
+        before = scope.thread
+        rotary.install(self._files, scope)
+        try:
+            scope.thread, scope.num_threads = threading.get_ident(), torch.get_num_threads()
+            for forward in self._forwards:
+                module = forward.module
+                if module is not None and "forward" not in (namespace := module.__dict__):
+                    namespace["forward"] = forward
+                    namespaces.append((namespace, forward))
+            yield
+        finally:
+            scope.thread = before
+            rotary.remove(self._files)
+            for namespace, forward in namespaces:
+                if namespace.get("forward") is forward:
+                    del namespace["forward"]
+
+
+def _is_large(model: nn.Module) -> bool:
+    weights = (parameter for parameter in model.parameters() if parameter.dim() > 1 and parameter.is_cpu)
+    size = 0
+    for weight in weights:
+        size += weight.nbytes
+        if size >= LEAST_BYTES:
+            return True
+    return False
