@@ -70,7 +70,8 @@ class PagedConfig:
         linear_backend: who multiplies with the weights of `nn.Linear` layers on a CPU. "torch" does, as outside of the
             engine. "native" is a C kernel that reads the weights as they are, and raises where it can't be built.
             "auto" takes the kernel where there is one, for as many rows as it is measured to be faster, and leaves
-            models with less than 4 MiB of such weights alone.
+            models with less than 4 MiB of such weights alone. Norms, gates and rotary embeddings of float32 models go
+            with it: one pass of C each, or torch's.
         k_dtype: storage type of keys: "auto" for what the model computes, "float32", "float16" or "bfloat16", or
             quantised as "float8_e4m3fn" (or "fp8") or "int8". Quantised keys take one byte a value and 4 bytes a token
             and kv head for a scale: with a head dim of 128, 52% of the bytes of a half type. They are rounded: fp8 by

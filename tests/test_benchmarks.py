@@ -18,7 +18,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from benchmarks import compare as compare_benchmark
-from benchmarks import comparison, import_time, limit, rounds, summary, table, worker, workloads
+from benchmarks import comparison, import_time, limit, rounds, step_profile, summary, table, worker, workloads
 from benchmarks import mixed as mixed_benchmark
 from benchmarks.job import Job, run_turns
 from benchmarks.names import OURS, USUAL, WITHOUT_PREFIXES
@@ -538,3 +538,25 @@ def test_the_newest_result_is_the_one_with_the_latest_date(tmp_path: Path) -> No
 def test_an_import_is_timed_in_a_process_of_its_own() -> None:
     seconds = import_time.import_seconds("import sys; assert 'hf_paged' not in sys.modules; time.sleep(0.05)")
     assert seconds >= 0.05
+
+
+def test_a_step_profile_accounts_for_every_step(tiny_folder: Path, tmp_path: Path) -> None:
+    app = typer.Typer()
+    app.command()(step_profile.main)
+    options = ["--model", tiny_folder, "--requests", 6, "--max-batch-tokens", 64, "--threads", 1, "--output", tmp_path]
+    done = CliRunner().invoke(app, [str(option) for option in options])
+    assert done.exit_code == 0, done.output
+    (path,) = tmp_path.glob("step-profile-*.json")
+    result = json.loads(path.read_text())
+    vocab_size = json.loads((tiny_folder / "config.json").read_text())["vocab_size"]
+    workload = workloads.mixed(6, last_id=vocab_size)
+    fed = workload.num_prompt_tokens + workload.num_output_tokens - 6  # the last token of an answer is not
+    assert sum(row["num_steps"] * row["mean"]["tokens"] for row in result["rows"]) == pytest.approx(fed)
+    for row in result["rows"]:
+        mean = row["mean"]
+        parts = [value for name, value in mean.items() if name not in ("tokens", "step")]
+        assert sum(parts) == pytest.approx(mean["step"])
+        assert min(parts) >= 0
+        assert min(mean["attention"], mean["products"]) > 0
+        assert 0 < row["host_share"] < 1
+    assert path.with_suffix(".md").read_text().count("\n|") == len(result["rows"]) + 1
