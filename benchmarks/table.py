@@ -3,9 +3,10 @@
     python -m benchmarks.table                    the newest file in benchmarks/results of each table that it has
     python -m benchmarks.table --result FILE      that file alone
     python -m benchmarks.table --check            changes nothing; fails if the README's tables are others
+    python -m benchmarks.table --readme docs/cpu.md    another page
 
-The markers are `<!-- bench:mixed -->` and `<!-- /bench:mixed -->`; those of the others have `compare`, `serving` or
-`growth` for `mixed`.
+The markers are `<!-- bench:mixed -->` and `<!-- /bench:mixed -->`; those of the others have `compare`, `serving`,
+`growth` or `step-profile` for `mixed`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from benchmarks import comparison, summary
 from benchmarks.growth_table import markdown as growth_markdown
 from benchmarks.markers import put
 from benchmarks.serving_table import markdown as serving_markdown
+from benchmarks.step_profile import markdown as profile_markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -31,6 +33,7 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "compare": comparison.headline,
     "serving": serving_markdown,
     "growth": growth_markdown,
+    "step-profile": profile_markdown,
 }
 
 

@@ -55,6 +55,16 @@ def _fits(q: torch.Tensor, k: torch.Tensor, cosines: torch.Tensor, sines: torch.
     )
 
 
+def is_compiling_process() -> bool:
+    """Whether anything was compiled by torch in this process.
+
+    Compiled code notices that a global function is another one, and would be compiled anew wherever it meets the
+    stand-in.
+    """
+    convert_frame = sys.modules.get("torch._dynamo.convert_frame")
+    return bool(getattr(convert_frame, "FRAME_COUNTER", 0))
+
+
 def rotary_modules(model: nn.Module) -> list[ModuleType]:
     """The files that a model's modules are written in and whose rotary function is the usual one."""
     names = {type(module).__module__ for module in model.modules()}

@@ -89,8 +89,8 @@ class FusedSwap:
             yield
             return
         namespaces = []
-        before = scope.thread
-        rotary.install(self._files, scope)
+        before, files = scope.thread, [] if rotary.is_compiling_process() else self._files
+        rotary.install(files, scope)
         try:
             scope.thread, scope.num_threads = threading.get_ident(), torch.get_num_threads()
             for forward in self._forwards:
@@ -101,7 +101,7 @@ class FusedSwap:
             yield
         finally:
             scope.thread = before
-            rotary.remove(self._files)
+            rotary.remove(files)
             for namespace, forward in namespaces:
                 if namespace.get("forward") is forward:
                     del namespace["forward"]

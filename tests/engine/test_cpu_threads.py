@@ -44,7 +44,8 @@ print(json.dumps({"before": before, "after": after, "idle": idle}))
 
 @pytest.mark.parametrize("num_threads", [1, 2, 4])
 def test_as_many_threads_as_torch_and_idle_ones_rest(num_threads: int) -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT, str(num_threads)], capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-c", SCRIPT, str(num_threads)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["after"] == found["before"], "the kernels brought threads of their own"
