@@ -25,9 +25,17 @@ BlockCopy = tuple[int, int]  # source, destination
 
 @dataclass(frozen=True)
 class BlockGroup:
-    """Layers that share block tables. A window group needs only the last `window` tokens; None needs all."""
+    """Layers that share block tables. A window group needs only the last `window` tokens; None needs all.
+
+    In a group of recurrent states a block is a sequence's state, whatever its length: one, from its first token on.
+    """
 
     window: int | None = None
+    is_state: bool = False
+
+    def blocks_for(self, num_tokens: int, block_size: int) -> int:
+        """Logical blocks of a sequence of `num_tokens` tokens."""
+        return min(num_tokens, 1) if self.is_state else -(-num_tokens // block_size)
 
     def first_needed_token(self, num_computed_tokens: int) -> int:
         """The first position that a query at `num_computed_tokens` or later can see."""
@@ -89,6 +97,8 @@ class BlockAllocator:
 
     def _blocks_held(self, group: BlockGroup, num_blocks: int) -> int:
         # most blocks that one sequence of `num_blocks` blocks of full context holds in a group at once
+        if group.is_state:
+            return min(num_blocks, 1)
         if group.window is None:
             return num_blocks
         return min(num_blocks, -(-(group.window - 1 + self._max_batch_tokens) // self.block_size) + 1)
@@ -105,6 +115,8 @@ class BlockAllocator:
         limits = []
         for group, pool in zip(self.groups, self.pools, strict=True):
             usable = pool.num_blocks - pool.num_reserved
+            if group.is_state and usable:
+                continue
             if group.window is None or usable < self._blocks_held(group, pool.num_blocks + 1):
                 limits.append(usable * self.block_size)
         return min(limits) if limits else None
@@ -197,7 +209,8 @@ class BlockAllocator:
             shared = [block for block in prefix.blocks[index] if block != RELEASED]
             revived = sum(pool.ref_count(block) == 0 for block in shared)
             total = self._blocks_held(group, self.blocks_for(sequence.num_tokens))
-            if max(0, total - len(shared)) + revived + num_spare_blocks > pool.num_allocatable:
+            spare = 0 if group.is_state else num_spare_blocks  # one that runs has its state already
+            if max(0, total - len(shared)) + revived + spare > pool.num_allocatable:
                 return False
         sequence.block_tables = []
         for index, pool in enumerate(self.pools):
@@ -220,18 +233,18 @@ class BlockAllocator:
             and then nothing has changed.
         """
         start = sequence.num_computed_tokens
-        num_blocks = self.blocks_for(start + num_new_tokens)
-        written = start // self.block_size
-        shared = []
-        for pool, table in zip(self.pools, sequence.block_tables, strict=True):
+        shared, needed = [], []
+        for group, pool, table in zip(self.groups, self.pools, sequence.block_tables, strict=True):
+            written = 0 if group.is_state else start // self.block_size
             is_shared = written < len(table) and pool.ref_count(table.blocks[written]) > 1
-            shared.append(is_shared)
-            if num_blocks - len(table) + is_shared > pool.num_allocatable:
+            shared.append(written if is_shared else None)
+            needed.append(group.blocks_for(start + num_new_tokens, self.block_size))
+            if needed[-1] - len(table) + is_shared > pool.num_allocatable:
                 return None
         copies: list[list[BlockCopy]] = []
-        for pool, table, is_shared in zip(self.pools, sequence.block_tables, shared, strict=True):
+        for pool, table, num_blocks, written in zip(self.pools, sequence.block_tables, needed, shared, strict=True):
             group_copies = []
-            if is_shared:
+            if written is not None:
                 source, table.blocks[written] = table.blocks[written], pool.allocate()
                 group_copies.append((source, table.blocks[written]))
                 pool.free((source,))
@@ -266,10 +279,11 @@ class BlockAllocator:
         """
         counts: list[dict[int, int]] = [{} for _ in self.pools]
         for sequence in sequences:
-            for group, table in zip(counts, sequence.block_tables, strict=bool(sequence.block_tables)):
+            held = bool(sequence.block_tables)
+            for group, layer_group, table in zip(counts, self.groups, sequence.block_tables, strict=held):
                 for block_id in table.held():
                     group[block_id] = group.get(block_id, 0) + 1
-                if len(table) < self.blocks_for(sequence.num_computed_tokens):
+                if len(table) < layer_group.blocks_for(sequence.num_computed_tokens, self.block_size):
                     raise PagedError(f"Request {sequence.request.request_id!r} has computed tokens without a block.")
         for pool, expected in zip(self.pools, counts, strict=True):
             pool.check(expected)

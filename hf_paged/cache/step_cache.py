@@ -19,9 +19,10 @@ from hf_paged.cache.storage import LayerStorage
 from hf_paged.errors import PackedStepError
 from hf_paged.kernels.backend import AttentionBackend
 from hf_paged.kernels.metadata import current_step
+from hf_paged.kernels.rows import by_token
 
 
-class _PackedLayer(CacheLayerMixin):
+class PackedLayer(CacheLayerMixin):
     """What a model may ask of one layer: a packed forward always starts from nothing."""
 
     is_sliding = False
@@ -54,9 +55,9 @@ class _PackedLayer(CacheLayerMixin):
 class TaggingCache(Cache):
     """The part that every cache of a packed forward has: one entry a layer, and tagged keys."""
 
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self, layers: list[Any]) -> None:
         # one entry a layer, since all([]) is True and stock code asks all(cache.is_linear)
-        super().__init__(layers=[_PackedLayer() for _ in range(max(1, num_layers))])
+        super().__init__(layers=layers or [PackedLayer()])
 
     @property
     def is_compileable(self) -> bool:
@@ -76,10 +77,17 @@ class StepCache(TaggingCache):
         layout: layers and groups.
         storages: the block tensors of each layer in the layout.
         backend: reads them.
+        layers: what a model may ask of each layer; None for a model that only attends.
     """
 
-    def __init__(self, layout: CacheLayout, storages: dict[int, LayerStorage], backend: AttentionBackend) -> None:
-        super().__init__(max(layout.layers, default=0) + 1)
+    def __init__(
+        self,
+        layout: CacheLayout,
+        storages: dict[int, LayerStorage],
+        backend: AttentionBackend,
+        layers: list[Any] | None = None,
+    ) -> None:
+        super().__init__(layers or [PackedLayer() for _ in range(max(layout.layers, default=0) + 1)])
         self.layout = layout
         self.storages = storages
         self.backend = backend
@@ -87,18 +95,25 @@ class StepCache(TaggingCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes key `[1, H, T, D]` and value `[1, H, T, Dv]` to the step's slots; returns them, the key tagged."""
+        """Writes key `[B, H, n, D]` and value `[B, H, n, Dv]` to the step's slots; returns them, the key tagged.
+
+        The tokens of row 0 come first, then those of row 1, ...; a packed step has one row.
+        """
         step = current_step()
         if step is None or step.cache is not self:
             raise PackedStepError(
                 "The engine's cache was used outside of its packed step; give generate() its own cache."
             )
         storage = self.storages[layer_idx]
-        metadata = step.metadata(self.layout.layers[layer_idx].group, storage.spec.device)
+        layer = self.layout.layers[layer_idx]
+        metadata = step.metadata(layer.group, storage.spec.device)
         self.backend.write(
-            storage.blocks, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1), metadata.slot_mapping
+            storage.blocks, by_token(key_states), by_token(value_states), metadata.slot_mapping
         )
         step.updated.append(layer_idx)
+        if layer.is_gathered:
+            gathered = step.gathered(layer.group, storage.spec.device)
+            key_states, value_states = gathered.hand_out(storage.blocks, key_states, value_states)
         return self.tag(key_states, layer_idx), value_states
 
     def layer(self, layer_idx: int) -> CacheLayer:

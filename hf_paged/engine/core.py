@@ -59,7 +59,7 @@ class EngineCore:
             config.num_blocks or 0,
             max_batch_tokens=config.max_batch_tokens,
             max_sequences=config.max_requests_per_batch,
-            enable_prefix_caching=config.enable_prefix_caching,
+            enable_prefix_caching=config.enable_prefix_caching and not self.runner.layout.states,  # states have no past
             prefix_cache_fraction=config.prefix_cache_fraction,
         )
         self.scheduler = Scheduler(self.allocator, config.max_batch_tokens, config.max_requests_per_batch)

@@ -355,6 +355,15 @@ class PagedEngine:
                 "token_occupancy": self.core.counters.token_occupancy,
             }
 
+    @property
+    def mode(self) -> str:
+        """How the model runs: "direct" and "gather" with all sequences packed in one row, "by row" in a row each.
+
+        "gather": the model changes K or V after the cache, so the past is handed out to it in every step. "by row": it
+        has recurrent states, which are kept beside the block pool, and prefixes are not cached.
+        """
+        return self.core.runner.mode
+
     # -- life -------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:

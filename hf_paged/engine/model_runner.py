@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,14 +11,16 @@ from transformers import PreTrainedModel
 
 from hf_paged.cache.allocator import BlockAllocator, BlockCopy
 from hf_paged.cache.layout import CacheLayout
+from hf_paged.cache.row_cache import RowCache, row_layers
 from hf_paged.cache.step_cache import StepCache
 from hf_paged.cache.storage import KVSpec, LayerStorage
-from hf_paged.compat import CACHE_KEYWORD
+from hf_paged.compat import cache_keyword
 from hf_paged.config import QUANTISED_KV_DTYPES, PagedConfig
 from hf_paged.engine.attention_swap import model_lock, paged_attention, switchable_configs
 from hf_paged.engine.batch import LogitsRows, PackedBatch, pack
+from hf_paged.engine.by_row import equal_rows, joined, state_rows
 from hf_paged.engine.probe import accepts_logits_to_keep, probe_layout
-from hf_paged.errors import PackedStepError
+from hf_paged.errors import PackedStepError, UnsupportedModelError
 from hf_paged.fused.swap import FusedSwap
 from hf_paged.kernels.metadata import PackedStep, packed_step
 from hf_paged.kernels.registry import resolve_backend
@@ -43,15 +46,32 @@ class ModelRunner:
         model = get_model()
         self.lock = model_lock(model)
         with self.lock:
-            self._configs: list[Any] = switchable_configs(model)
+            self._configs: list[Any] = self._switchable(model)
             self.layout: CacheLayout = probe_layout(model, self._configs)
-        self.device = next(iter(self.layout.layers.values())).spec.device
+        self.device = self.layout.device
         self.backend = resolve_backend(config.attention_backend, self.device)
         self.cache: StepCache | None = None
+        self.prefills_whole = False  # see `by_row.py`
         self._keeps_logits = accepts_logits_to_keep(model)
+        self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self._cache_keyword = cache_keyword(model)
         self.linears = LinearSwap(config.linear_backend)
         self.fused = FusedSwap(config.linear_backend)
         self.look_at_linears()
+
+    @staticmethod
+    def _switchable(model: PreTrainedModel) -> list[Any]:
+        try:
+            return switchable_configs(model)
+        except UnsupportedModelError:
+            if row_layers(model.config) is None:
+                raise
+            return []  # perhaps it has no attention at all: the probe will see
+
+    @property
+    def mode(self) -> str:
+        """How the model runs: "direct", "gather" or "by row"."""
+        return self.layout.mode
 
     def look_at_linears(self) -> None:
         """Finds what of the model may run natively; once a call, since a model may have got other layers."""
@@ -67,9 +87,15 @@ class ModelRunner:
     def pool_bytes(self, allocator: BlockAllocator, num_blocks: int) -> int:
         """Bytes of a pool of `num_blocks` blocks of full context, all groups together."""
         return sum(
-            allocator.group_blocks(spec, num_blocks) * allocator.block_size * self.group_bytes_per_token(group)
+            allocator.group_blocks(spec, num_blocks) * self.group_bytes_per_block(group, allocator.block_size)
             for group, spec in enumerate(self.layout.groups)
         )
+
+    def group_bytes_per_block(self, group: int, block_size: int) -> int:
+        """Bytes of one block in all layers of a group; in a group of states, those of one sequence."""
+        if group == self.layout.state_group:
+            return sum(spec.num_bytes for spec in self.layout.states.values())
+        return block_size * self.group_bytes_per_token(group)
 
     def group_bytes_per_token(self, group: int) -> int:
         """Bytes of one token in all layers of a group, as stored."""
@@ -107,12 +133,18 @@ class ModelRunner:
                 )
                 for index, layer in self.layout.layers.items()
             }
-            self.cache = StepCache(self.layout, storages, self.backend)
+            layers = row_layers(self._get_model().config) if self.layout.states else None
+            if layers is None:
+                self.cache = StepCache(self.layout, storages, self.backend)
+            else:
+                self.cache = RowCache(self.layout, storages, self.backend, layers, sizes[-1])
             return
         for index, storage in self.cache.storages.items():
             size = sizes[self.layout.layers[index].group]
             if size > storage.num_blocks:
                 storage.grow(size)
+        if isinstance(self.cache, RowCache):
+            self.cache.grow_rows(sizes[-1])
 
     def run(self, output: SchedulerOutput) -> tuple[torch.Tensor, tuple[LogitsRows, ...]]:
         """Computes one step.
@@ -124,9 +156,28 @@ class ModelRunner:
             PackedStepError: a layer didn't go through the cache as it did when the layout was made.
         """
         assert self.cache is not None
-        batch = pack(output, self._config.block_size, len(self.layout.groups), self.device)
+        if isinstance(self.cache, RowCache):
+            return self._run_by_row(self.cache, output)
+        batch = self._pack(output)
         with self.lock, torch.no_grad():
             return self._forward(batch), batch.rows
+
+    def _pack(self, output: SchedulerOutput) -> PackedBatch:
+        num_groups = len(self.layout.groups) - bool(self.layout.states)  # no token goes to a slot of a state
+        return pack(output, self._config.block_size, num_groups, self.device)
+
+    def _run_by_row(
+        self, cache: RowCache, output: SchedulerOutput
+    ) -> tuple[torch.Tensor, tuple[LogitsRows, ...]]:
+        parts, all_logits = [], []
+        with self.lock, torch.no_grad():
+            for part in equal_rows(output, prefills_whole=self.prefills_whole):
+                batch = self._pack(part.output)
+                rows = state_rows(part.output, len(self.layout.groups) - 1, self.device)
+                with cache.open_rows(rows, is_first=part.is_first):
+                    all_logits.append(self._forward(batch, len(part.output.scheduled)))
+                parts.append(batch.rows)
+        return torch.cat(all_logits), joined(parts, [len(logits) for logits in all_logits])
 
     def copy_blocks(self, copies: Sequence[Sequence[BlockCopy]]) -> None:
         """Does a step's block copies, one list a group, before its forward."""
@@ -135,21 +186,20 @@ class ModelRunner:
             with self.lock, torch.no_grad():
                 self.cache.copy_blocks(copies)
 
-    def _forward(self, batch: PackedBatch) -> torch.Tensor:
+    def _forward(self, batch: PackedBatch, num_rows: int = 1) -> torch.Tensor:
         model = self._get_model()
         step = PackedStep(self.cache, batch.metadata)
+        keeps_logits = self._keeps_logits and num_rows == 1
+        options: dict[str, Any] = {self._cache_keyword: self.cache}
+        if self.takes_positions:
+            options["position_ids"] = batch.position_ids.view(num_rows, -1)
+        if keeps_logits:
+            options["logits_to_keep"] = batch.logits_to_keep
         with paged_attention(self._configs, model), self.linears.installed(), self.fused.installed(), packed_step(step):
-            result = model(
-                input_ids=batch.input_ids,
-                position_ids=batch.position_ids,
-                use_cache=True,
-                return_dict=True,
-                **{CACHE_KEYWORD: self.cache},
-                **({"logits_to_keep": batch.logits_to_keep} if self._keeps_logits else {}),
-            )
+            result = model(input_ids=batch.input_ids.view(num_rows, -1), use_cache=True, return_dict=True, **options)
         self._check_step(step.updated, step.attended)
-        logits: torch.Tensor = result.logits[0]
-        if not self._keeps_logits:
+        logits: torch.Tensor = result.logits.flatten(0, 1)
+        if not keeps_logits:
             logits = logits[batch.logits_to_keep.to(logits.device)]
         return logits.float()
 

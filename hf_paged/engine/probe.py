@@ -17,9 +17,11 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_paged.cache.layout import AttentionSpan, CacheLayer, CacheLayout
-from hf_paged.cache.step_cache import TaggingCache
+from hf_paged.cache.row_cache import found_states, row_layers
+from hf_paged.cache.state_storage import StateSpec
+from hf_paged.cache.step_cache import PackedLayer, TaggingCache
 from hf_paged.cache.storage import KVSpec
-from hf_paged.compat import CACHE_KEYWORD
+from hf_paged.compat import cache_keyword
 from hf_paged.engine.attention_swap import paged_attention
 from hf_paged.errors import PagedError, UnsupportedModelError
 from hf_paged.kernels.metadata import PackedStep, current_step, packed_step
@@ -33,9 +35,10 @@ _POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings", "position_e
 class _ProbeCache(TaggingCache):
     """Records what each layer updates with."""
 
-    def __init__(self, num_layers: int) -> None:
-        super().__init__(num_layers)
+    def __init__(self, layers: list[Any]) -> None:
+        super().__init__(layers)
         self.specs: dict[int, KVSpec] = {}
+        self.updates: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -44,6 +47,7 @@ class _ProbeCache(TaggingCache):
         if layer_idx in self.specs:
             raise UnsupportedModelError(f"Layer {layer_idx} updates its cache twice in one forward.")
         self.specs[layer_idx] = KVSpec.of(key_states, value_states)
+        self.updates[layer_idx] = key_states, value_states
         step = current_step()
         assert step is not None
         step.updated.append(layer_idx)
@@ -62,22 +66,36 @@ class _Probe:
         self._masks: list[tuple[torch.Tensor, AttentionSpan]] = []
         self.attended: list[int] = []
         self.spans: dict[int, AttentionSpan] = {}
+        self.gathered: set[int] = set()
 
     def saw_mask(self, mask: torch.Tensor, mask_function: Callable[..., torch.Tensor], local_size: int | None) -> None:
         """Keeps the mask, to be recognised by its memory when it arrives at a layer."""
         self._masks.append((mask, _span_of(mask_function, local_size)))
 
-    def saw_attention(self, key: torch.Tensor, mask: torch.Tensor | None, options: dict[str, Any]) -> None:
-        """Notes which layer's keys are read, and how far back."""
-        cache, layer_idx = getattr(key, "_paged", (None, -1))
-        if cache is not self._cache:
-            raise UnsupportedModelError("Its keys change between the cache and attention.")
+    def saw_attention(
+        self, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, options: dict[str, Any]
+    ) -> None:
+        """Notes which layer's keys are read, whether they are still what the cache was given, and how far back."""
+        layer_idx = self._layer_of(key, value)
         if options.get("is_causal") is False:
             raise UnsupportedModelError("Its attention is not causal.")
         span = self._span(mask, options.get("sliding_window"))
         if self.spans.setdefault(layer_idx, span) != span:
             raise UnsupportedModelError(f"Layers that share the keys of layer {layer_idx} see differently far back.")
         self.attended.append(layer_idx)
+
+    def _layer_of(self, key: torch.Tensor, value: torch.Tensor) -> int:
+        cache, layer_idx = getattr(key, "_paged", (None, -1))
+        if cache is None and self._cache.updates:  # made of what the last layer updated with, or so its check shows
+            layer_idx = next(reversed(self._cache.updates))
+            self.gathered.add(layer_idx)
+        elif cache is not self._cache:
+            raise UnsupportedModelError("Its keys don't come from the cache.")
+        else:
+            cached_key, cached_value = self._cache.updates[layer_idx]
+            if key is cached_key and value is not cached_value:  # latents are expanded: neither is what was cached
+                self.gathered.add(layer_idx)
+        return int(layer_idx)
 
     def _span(self, mask: torch.Tensor | None, sliding_window: int | None) -> AttentionSpan:
         if mask is None:
@@ -136,9 +154,12 @@ def probe_layout(model: PreTrainedModel, configs: list[Any], num_tokens: int = _
     text_config = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(f"{name} can't run packed. It is an encoder-decoder model.")
-    if "position_ids" not in inspect.signature(model.forward).parameters:
+    layers = row_layers(model.config)
+    is_by_row = layers is not None
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    if not (takes_positions or is_by_row):
         raise UnsupportedModelError(f"{name} can't run packed. It takes no position_ids.")
-    cache = _ProbeCache(text_config.num_hidden_layers)
+    cache = _ProbeCache(layers or [PackedLayer() for _ in range(text_config.num_hidden_layers)])
     probe = _Probe(cache)
     device = input_device(model)
     positions = torch.arange(num_tokens, device=device)[None]
@@ -147,10 +168,10 @@ def probe_layout(model: PreTrainedModel, configs: list[Any], num_tokens: int = _
         with _uncompiled(), torch.no_grad(), paged_attention(configs, model), packed_step(PackedStep(cache, (), probe)):
             model(
                 input_ids=torch.zeros_like(positions),
-                position_ids=positions,
                 use_cache=True,
                 return_dict=True,
-                **{CACHE_KEYWORD: cache},
+                **{cache_keyword(model): cache},
+                **({"position_ids": positions} if takes_positions else {}),
                 **options,
             )
     except torch.OutOfMemoryError:
@@ -159,11 +180,16 @@ def probe_layout(model: PreTrainedModel, configs: list[Any], num_tokens: int = _
         raise UnsupportedModelError(f"{name} can't run packed. {error}") from error
     except (PagedError, RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
         raise UnsupportedModelError(f"{name} can't run packed: {error}") from error
-    if not cache.specs or set(probe.attended) != set(cache.specs):
+    states = {key: StateSpec.of(state) for key, state in found_states(cache.layers).items()}
+    if not (cache.specs or states) or set(probe.attended) != set(cache.specs):
         raise UnsupportedModelError(
             f"{name} can't run packed. Its layers don't all update and attend through the cache."
         )
-    return CacheLayout.build(cache.specs, probe.spans, tuple(probe.attended))
+    if cache.specs and not takes_positions:
+        raise UnsupportedModelError(f"{name} can't run packed. It takes no position_ids.")
+    if is_by_row and not states:
+        raise UnsupportedModelError(f"{name} can't run packed. Its recurrent layers leave no states in the cache.")
+    return CacheLayout.build(cache.specs, probe.spans, tuple(probe.attended), frozenset(probe.gathered), states)
 
 
 def _uncompiled() -> AbstractContextManager[object]:

@@ -69,7 +69,7 @@ def _most_blocks(runner: ModelRunner, allocator: BlockAllocator, budget: int) ->
 def _cheapest_block_bytes(runner: ModelRunner, allocator: BlockAllocator) -> int:
     """Bytes that one more block costs at the least: those of the cheapest group."""
     groups = range(len(runner.layout.groups))
-    return max(1, allocator.block_size * min(runner.group_bytes_per_token(group) for group in groups))
+    return max(1, min(runner.group_bytes_per_block(group, allocator.block_size) for group in groups))
 
 
 def engine_blocks(runner: ModelRunner, allocator: BlockAllocator, config: PagedConfig, max_context: int | None) -> int:

@@ -1,6 +1,7 @@
 """The functions that Transformers calls under the name "hf_paged": attention, and the mask that goes with it.
 
 in a packed step   tagged keys   -> the cache's backend, on blocks
+                   changed keys  -> the same, on blocks made of them, in layers that are known for it
                    latents       -> the same, on the compressed cache: the keys that arrive were expanded from it
                    anything else -> an error: falling back would mix the packed sequences
 outside of one                   -> what the model had before the swap; where "hf_paged" is the user's own choice,
@@ -21,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_paged.errors import PackedStepError, UnsupportedModelError
 from hf_paged.kernels.absorbed import UP_PROJECTION, LatentCall, absorb
 from hf_paged.kernels.metadata import AttentionParams, PackedStep, current_step
+from hf_paged.kernels.rows import by_head, by_token, in_rows
 from hf_paged.kernels.swapped import ATTENTION_NAME, own_implementation
 
 if TYPE_CHECKING:
@@ -56,13 +58,12 @@ def paged_attention_forward(
         return _plain_attention(module, query, key, value, attention_mask, scaling, dropout, options)
     latent = _latent_call(step, module, query, key, value, options)
     if step.probe is not None:
-        step.probe.saw_attention(key, attention_mask, options)
+        step.probe.saw_attention(key, value, attention_mask, options)
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
     cache, layer_idx = _tag(step, key, attention_mask, options)
     storage = cache.storages[layer_idx]
     layer = cache.layer(layer_idx)
     step.attended.append(layer_idx)
-    metadata = step.metadata(layer.group, storage.spec.device)
     params = AttentionParams(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=layer.span.window,
@@ -70,11 +71,17 @@ def paged_attention_forward(
         softcap=options.get("softcap"),
         sinks=options.get("s_aux"),
     )
+    if layer.is_gathered:
+        gathered = step.gathered(layer.group, storage.spec.device)
+        blocks = gathered.take_back(key, value)
+        output = cache.backend.attend(by_token(query), blocks, gathered.metadata, params)
+        return in_rows(output, query.shape[0]), None
+    metadata = step.metadata(layer.group, storage.spec.device)
     if latent is not None:
-        output = latent.attend(query[0], cache.backend, storage.blocks, metadata, params)
+        output = latent.attend(by_head(query), cache.backend, storage.blocks, metadata, params)
     else:
-        output = cache.backend.attend(query[0].transpose(0, 1), storage.blocks, metadata, params)
-    return output.unsqueeze(0), None
+        output = cache.backend.attend(by_token(query), storage.blocks, metadata, params)
+    return in_rows(output, query.shape[0]), None
 
 
 def _latent_call(
@@ -107,6 +114,8 @@ def _tag(
     step: PackedStep, key: torch.Tensor, attention_mask: torch.Tensor | None, options: dict[str, Any]
 ) -> tuple[StepCache, int]:
     cache, layer_idx = getattr(key, "_paged", (None, -1))
+    if cache is None and step.updated and cast("StepCache", step.cache).layer(step.updated[-1]).is_gathered:
+        cache, layer_idx = step.cache, step.updated[-1]  # the model made new keys of what it was handed
     if cache is None or cache is not step.cache:
         raise PackedStepError(
             "An attention call in a packed step reads keys that did not come from its cache; "

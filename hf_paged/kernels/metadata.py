@@ -17,9 +17,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from hf_paged.kernels.gathered import GatheredStep
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +82,7 @@ class PackedStep:
         self.updated: list[int] = []
         self.attended: list[int] = []
         self._metadata = {(group, item.slot_mapping.device): item for group, item in enumerate(metadata)}
+        self._gathered: dict[tuple[int, torch.device], GatheredStep] = {}
         self._home = metadata[0].slot_mapping.device if metadata else torch.device("cpu")
 
     def metadata(self, group: int, device: torch.device) -> AttentionMetadata:
@@ -88,6 +92,15 @@ class PackedStep:
             found = self._metadata[group, device] = self._metadata[group, self._home].to(device)
         return found
 
+    def gathered(self, group: int, device: torch.device) -> GatheredStep:
+        """The same for layers whose K and V are handed out; made once a step."""
+        found = self._gathered.get((group, device))
+        if found is None:
+            from hf_paged.kernels.gathered import GatheredStep
+
+            found = self._gathered[group, device] = GatheredStep.of(self.metadata(group, device))
+        return found
+
 
 class AttentionProbe(Protocol):
     """Who watches the attention calls of a forward instead of computing them."""
@@ -95,8 +108,10 @@ class AttentionProbe(Protocol):
     def saw_mask(self, mask: torch.Tensor, mask_function: Callable[..., torch.Tensor], local_size: int | None) -> None:
         """The model had this mask made."""
 
-    def saw_attention(self, key: torch.Tensor, mask: torch.Tensor | None, options: dict[str, Any]) -> None:
-        """The model attended to `key` under `mask`, with these keywords."""
+    def saw_attention(
+        self, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, options: dict[str, Any]
+    ) -> None:
+        """The model attended to `key` and `value` under `mask`, with these keywords."""
 
 
 class _Local(threading.local):
