@@ -108,7 +108,7 @@ def config_of(name: str, **changes: Any) -> PretrainedConfig:
 
 
 @torch.no_grad()
-def _draw_weights(model: nn.Module, name: str, seed: int) -> None:
+def draw_weights(model: nn.Module, name: str, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
 
     def draw(weight: torch.Tensor, std: float) -> None:
@@ -143,7 +143,7 @@ def fresh(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     state = torch.get_rng_state()
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **kwargs)
     torch.set_rng_state(state)  # a test's own seeded draws don't depend on which models were built before
-    _draw_weights(model, name, seed)
+    draw_weights(model, name, seed)
     return model.eval()
 
 
