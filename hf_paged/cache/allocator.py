@@ -242,11 +242,11 @@ class BlockAllocator:
             if needed[-1] - len(table) + is_shared > pool.num_allocatable:
                 return None
         copies: list[list[BlockCopy]] = []
-        for pool, table, num_blocks, written in zip(self.pools, sequence.block_tables, needed, shared, strict=True):
+        for pool, table, num_blocks, copied in zip(self.pools, sequence.block_tables, needed, shared, strict=True):
             group_copies = []
-            if written is not None:
-                source, table.blocks[written] = table.blocks[written], pool.allocate()
-                group_copies.append((source, table.blocks[written]))
+            if copied is not None:
+                source, table.blocks[copied] = table.blocks[copied], pool.allocate()
+                group_copies.append((source, table.blocks[copied]))
                 pool.free((source,))
             table.blocks.extend(pool.allocate() for _ in range(num_blocks - len(table)))
             copies.append(group_copies)

@@ -62,7 +62,7 @@ class _StateAndAttentionLayer(StateLayer, PackedLayer):
 
     def __init__(self, number_of_states: int = 1) -> None:
         PackedLayer.__init__(self)
-        StateLayer.__init__(self, number_of_states=number_of_states)
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
 
 
 def row_layers(config: Any) -> list[Any] | None:
@@ -135,7 +135,7 @@ class RowCache(StepCache):
                 layer.clear()
         if not is_first:
             for key, storage in self.states.items():
-                self.layers[key.layer_idx].load(key.kind, key.index, storage.read(rows))
+                self.layers[key.layer_idx].load(key.kind, key.number, storage.read(rows))
         try:
             yield
             left = found_states(self.layers)

@@ -23,7 +23,7 @@ class StateKey(NamedTuple):
 
     layer_idx: int
     kind: str  # "conv" or "recurrent"
-    index: int
+    number: int
 
 
 @dataclass(frozen=True)

@@ -107,9 +107,7 @@ class StepCache(TaggingCache):
         storage = self.storages[layer_idx]
         layer = self.layout.layers[layer_idx]
         metadata = step.metadata(layer.group, storage.spec.device)
-        self.backend.write(
-            storage.blocks, by_token(key_states), by_token(value_states), metadata.slot_mapping
-        )
+        self.backend.write(storage.blocks, by_token(key_states), by_token(value_states), metadata.slot_mapping)
         step.updated.append(layer_idx)
         if layer.is_gathered:
             gathered = step.gathered(layer.group, storage.spec.device)

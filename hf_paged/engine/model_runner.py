@@ -166,9 +166,7 @@ class ModelRunner:
         num_groups = len(self.layout.groups) - bool(self.layout.states)  # no token goes to a slot of a state
         return pack(output, self._config.block_size, num_groups, self.device)
 
-    def _run_by_row(
-        self, cache: RowCache, output: SchedulerOutput
-    ) -> tuple[torch.Tensor, tuple[LogitsRows, ...]]:
+    def _run_by_row(self, cache: RowCache, output: SchedulerOutput) -> tuple[torch.Tensor, tuple[LogitsRows, ...]]:
         parts, all_logits = [], []
         with self.lock, torch.no_grad():
             for part in equal_rows(output, prefills_whole=self.prefills_whole):

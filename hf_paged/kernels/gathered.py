@@ -43,12 +43,10 @@ class GatheredStep:
         device = metadata.block_table.device
         index = torch.from_numpy(np.stack([sequence, logical])).to(device, non_blocking=True)
         local = torch.from_numpy(table).to(device, non_blocking=True)
-        return cls(
-            metadata.block_table[index[0], index[1]].long(), replace(metadata, block_table=local, plans={})
-        )
+        return cls(metadata.block_table[index[0], index[1]].long(), replace(metadata, block_table=local, plans={}))
 
     def hand_out(self, blocks: KVBlocks, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K `[1, H, N * block_size, D]` and V `[1, H, N * block_size, Dv]`, in the types of the new `key` and `value`."""
+        """K `[1, H, N * block_size, D]` and V `[1, H, N * block_size, Dv]`, typed as the new `key` and `value`."""
         return (
             self._take(blocks.keys, blocks.key_scales, key.dtype),
             self._take(blocks.values, blocks.value_scales, value.dtype),
@@ -73,6 +71,7 @@ class GatheredStep:
                 f"where the cache handed out {length} slots; run this model without cache_implementation='paged'."
             )
         keys, values = (
-            states[0].transpose(0, 1).unflatten(0, (-1, size)).contiguous() for states in (key, value)
+            states[0].transpose(0, 1).reshape(-1, size, states.shape[1], states.shape[3]).contiguous()
+            for states in (key, value)
         )
         return KVBlocks(keys, values)

@@ -25,4 +25,4 @@ def by_head(states: torch.Tensor) -> torch.Tensor:
 
 def in_rows(output: torch.Tensor, num_rows: int) -> torch.Tensor:
     """`[B * n, H, D]` -> `[B, n, H, D]`, a view."""
-    return output.unsqueeze(0) if num_rows == 1 else output.unflatten(0, (num_rows, -1))
+    return output.unsqueeze(0) if num_rows == 1 else output.view(num_rows, -1, *output.shape[1:])

@@ -6,13 +6,19 @@ from typing import Any
 
 import pytest
 
-
 from hf_paged import PagedConfig, PagedEngine
 from hf_paged.integrations.engines import get_engine, num_fallbacks
 from tests import families
 from tests.equality.drive import pool_of_2048, run_requests, tokens_of
-from tests.oracle import assert_equal_tokens, assert_rows_equal_solo, border_prompts, left_pad, ragged_prompts
-from tests.oracle import random_prompt, solo
+from tests.oracle import (
+    assert_equal_tokens,
+    assert_rows_equal_solo,
+    border_prompts,
+    left_pad,
+    ragged_prompts,
+    random_prompt,
+    solo,
+)
 
 NEW = 9
 PROMPTS = ragged_prompts(6, seed=3, longest=33)
@@ -34,9 +40,7 @@ def test_generate_gives_stocks_tokens_from_the_engine(name: str) -> None:
     model = families.build(name)
     before = num_fallbacks(model)
     ids, mask = left_pad(PROMPTS)
-    out = model.generate(
-        ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, cache_implementation="paged"
-    )
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, cache_implementation="paged")
     rows = [row[ids.shape[1] :].tolist() for row in out]
     assert_rows_equal_solo(model, PROMPTS, rows, name, max_new_tokens=NEW)
     assert num_fallbacks(model) == before
@@ -107,5 +111,3 @@ def test_slots_that_hold_no_token_never_count(name: str) -> None:
                 tensor.fill_(float("nan"))
         outputs = run_requests(engine, PROMPTS, max_new_tokens=NEW)
     assert_rows_equal_solo(model, PROMPTS, tokens_of(outputs), name, max_new_tokens=NEW)
-
-

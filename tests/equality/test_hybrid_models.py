@@ -39,9 +39,7 @@ def test_generate_gives_stocks_tokens_from_the_engine(name: str) -> None:
     model = families.build(name)
     before = num_fallbacks(model)
     ids, mask = left_pad(PROMPTS)
-    out = model.generate(
-        ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, cache_implementation="paged"
-    )
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, cache_implementation="paged")
     rows = [row[ids.shape[1] :].tolist() for row in out]
     assert_rows_equal_solo(model, PROMPTS, rows, name, max_new_tokens=NEW)
     assert num_fallbacks(model) == before
