@@ -13,6 +13,6 @@ CACHE_KEYWORD = "cache" if "cache" in inspect.signature(GenerateDecoderOnlyOutpu
 
 
 def cache_keyword(model: Any) -> str:
-    """The keyword that a model's own forward takes its cache by: recurrent ones called it `cache_params` before 5.24."""
+    """The keyword that a model's own forward takes its cache by: recurrent ones had `cache_params` before 5.24."""
     parameters = inspect.signature(model.forward).parameters
     return "cache_params" if "cache_params" in parameters and CACHE_KEYWORD not in parameters else CACHE_KEYWORD
