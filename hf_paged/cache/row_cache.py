@@ -11,7 +11,7 @@ the same code as in stock's cache. Rows are written back only when the forward h
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,8 +26,6 @@ from hf_paged.cache.storage import LayerStorage
 from hf_paged.errors import PackedStepError
 from hf_paged.kernels.backend import AttentionBackend
 
-_KINDS = ("conv", "recurrent")
-
 
 class StateLayer(LinearAttentionLayer):
     """The states of one recurrent layer, for the rows of one forward."""
@@ -35,18 +33,6 @@ class StateLayer(LinearAttentionLayer):
     def clear(self) -> None:
         """As before a first token."""
         LinearAttentionLayer.__init__(self, number_of_states=self.number_of_states)
-
-    def load(self, kind: str, index: int, state: torch.Tensor) -> None:
-        """Sets a state `[B, ...]` that earlier tokens left."""
-        if kind == "conv":
-            self.conv_states[index] = state
-            self.is_conv_states_initialized[index] = True
-            self.conv_kernel_size[index] = state.shape[-1]
-            self.dtype, self.device = state.dtype, state.device
-        else:
-            self.recurrent_states[index] = state
-            self.is_recurrent_states_initialized[index] = True
-        self.has_previous_state[index] = True
 
     def states(self) -> dict[tuple[str, int], torch.Tensor]:
         """The states `[B, ...]` that there are, by kind and index."""
@@ -97,6 +83,22 @@ def found_states(layers: Sequence[Any]) -> dict[StateKey, torch.Tensor]:
     }
 
 
+def load_rows(layers: Sequence[Any], states: Mapping[StateKey, torch.Tensor]) -> None:
+    """Gives layers, ours or stock's, the states `[B, ...]` that earlier tokens left."""
+    for (layer_idx, kind, number), state in states.items():
+        layer = layers[layer_idx]
+        if kind == "conv":
+            layer.conv_states[number] = state
+            layer.is_conv_states_initialized[number] = True
+            layer.conv_kernel_size[number] = state.shape[-1]
+        else:
+            layer.recurrent_states[number] = state
+            layer.is_recurrent_states_initialized[number] = True
+        if layer.device is None:
+            layer.dtype, layer.device = state.dtype, state.device
+        layer.has_previous_state[number] = True
+
+
 class RowCache(StepCache):
     """The pool's tensors and the state rows, for one forward after the other.
 
@@ -134,8 +136,7 @@ class RowCache(StepCache):
             if isinstance(layer, StateLayer):
                 layer.clear()
         if not is_first:
-            for key, storage in self.states.items():
-                self.layers[key.layer_idx].load(key.kind, key.number, storage.read(rows))
+            load_rows(self.layers, {key: storage.read(rows) for key, storage in self.states.items()})
         try:
             yield
             left = found_states(self.layers)

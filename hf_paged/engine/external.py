@@ -6,8 +6,8 @@ from collections.abc import Sequence as SequenceOf
 from types import TracebackType
 
 import torch
+from transformers.cache_utils import Cache
 
-from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.engine.engine import PagedEngine
 from hf_paged.engine.returned_cache import copy_rows
 from hf_paged.errors import CapacityError, PagedError
@@ -102,7 +102,7 @@ class ExternalRows:
                 if not sequences[row].is_finished:
                     self._core.finish(sequences[row], "stop", None)
 
-    def copy(self) -> PagedKVCache | None:
+    def copy(self) -> Cache | None:
         """The K and V of all rows as a cache of their own; None if one of them was preempted."""
         with self._engine.lock:
             pool = self._core.runner.cache

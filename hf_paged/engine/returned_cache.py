@@ -8,19 +8,22 @@ as stock has them        a a a a a              padded on the left; the padding 
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from typing import Any
 
 import numpy as np
 import torch
+from transformers.cache_utils import Cache, DynamicCache
 
 from hf_paged.cache.block_table import RELEASED
 from hf_paged.cache.paged_cache import PagedKVCache
+from hf_paged.cache.row_cache import RowCache, load_rows
 from hf_paged.cache.step_cache import StepCache
 from hf_paged.kernels.quantise import dequantise, raw_bytes
 from hf_paged.request import Sequence, SequenceState
 
 
-def copy_rows(pool: StepCache, config: object, sequences: SequenceOf[Sequence]) -> PagedKVCache | None:
-    """A PagedKVCache of its own with the K and V of running sequences.
+def copy_rows(pool: StepCache, config: Any, sequences: SequenceOf[Sequence]) -> Cache | None:
+    """A cache of its own with the K and V of running sequences: a PagedKVCache, or stock's where there are states too.
 
     Args:
         pool: the engine's cache.
@@ -33,11 +36,16 @@ def copy_rows(pool: StepCache, config: object, sequences: SequenceOf[Sequence]) 
     if any(sequence.state is not SequenceState.RUNNING for sequence in sequences):
         return None
     storages = [pool.storages[index] for index in sorted(pool.storages)]
-    block_size = storages[0].block_size
+    block_size = storages[0].block_size if storages else 1
     width = max(sequence.num_computed_tokens for sequence in sequences)
-    slots = [_slots(sequences, group, width, block_size) for group in range(len(pool.layout.groups))]
-    cache = PagedKVCache(config, block_size=block_size)
+    num_groups = len(pool.layout.groups) - bool(pool.layout.states)
+    slots = [_slots(sequences, group, width, block_size) for group in range(num_groups)]
+    cache: Cache = PagedKVCache(config, block_size=block_size)
     with torch.no_grad():
+        if isinstance(pool, RowCache):
+            cache = DynamicCache(config=config)
+            rows = torch.tensor([sequence.block_tables[num_groups].blocks[0] for sequence in sequences])
+            load_rows(cache.layers, {key: storage.read(rows) for key, storage in pool.states.items()})
         for layer_idx, storage in sorted(pool.storages.items()):
             rows = slots[pool.layer(layer_idx).group].to(storage.spec.device)
             blocks, spec = storage.blocks, pool.layer(layer_idx).spec

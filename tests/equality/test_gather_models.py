@@ -20,8 +20,8 @@ from tests.oracle import (
     solo,
 )
 
-NEW = 9
-PROMPTS = ragged_prompts(6, seed=3, longest=33)
+NEW = 7
+PROMPTS = ragged_prompts(6, seed=3, longest=26)
 
 
 @pytest.mark.parametrize("block_size", [8, 16])
