@@ -6,7 +6,8 @@
     states          rows of the state tensors:  read into [B, ...] before a forward, written back after it
 
 During a forward the layers hold Transformers' own state objects, so that conv windows and recurrences are advanced by
-the same code as in stock's cache. Rows are written back only when the forward has ended: one that raises changed none.
+the same code as in stock's cache. Rows are written back when all forwards of a step have ended: a step that raises has
+changed none, and can be run again.
 """
 
 from __future__ import annotations
@@ -120,10 +121,11 @@ class RowCache(StepCache):
     ) -> None:
         super().__init__(layout, storages, backend, layers)
         self.states = {key: StateStorage(spec, num_rows) for key, spec in layout.states.items()}
+        self._left: list[tuple[torch.Tensor, dict[StateKey, torch.Tensor]]] = []
 
     @contextmanager
     def open_rows(self, rows: torch.Tensor, *, is_first: bool) -> Iterator[None]:
-        """The layers hold the states of some rows; what a forward makes of them is written back at the end.
+        """The layers hold the states of some rows; what a forward makes of them is kept for `write_back`.
 
         Args:
             rows: `[B]` int64, one row each; none twice.
@@ -145,17 +147,32 @@ class RowCache(StepCache):
                     "A forward left other recurrent states than its layout says; "
                     "run this model without cache_implementation='paged'."
                 )
-            for key, state in left.items():
-                self.states[key].write(rows, state)
+            self._left.append((rows, left))
         finally:
             for layer in self.layers:
                 if isinstance(layer, StateLayer):
                     layer.clear()
 
+    def write_back(self) -> None:
+        """Stores the states that the forwards since the last call left, all of them or, after an error, none."""
+        for rows, left in self._left:
+            for key, state in left.items():
+                self.states[key].write(rows, state)
+        self._left.clear()
+
+    def drop_left(self) -> None:
+        """Forgets what forwards left: one of the same step has raised, and all of it will be computed again."""
+        self._left.clear()
+
     def grow_rows(self, num_rows: int) -> None:
         """Makes room for `num_rows` sequences; the states of those there are stay."""
         for storage in self.states.values():
             storage.grow(num_rows)
+
+    @property
+    def num_rows(self) -> int:
+        """Sequences that there is room for."""
+        return min(len(storage.rows) for storage in self.states.values())
 
     def copy_blocks(self, copies: Sequence[Sequence[BlockCopy]]) -> None:
         """Does a step's block copies, those of state rows included."""

@@ -14,8 +14,6 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from typing import cast
 
-import torch
-
 from hf_paged.engine.batch import LogitsRows
 from hf_paged.request import Sequence
 from hf_paged.scheduler.output import ScheduledSequence, SchedulerOutput
@@ -62,10 +60,9 @@ def _from_start(item: ScheduledSequence) -> ScheduledSequence:
     return ScheduledSequence(cast("Sequence", _FromStart(item.sequence)), num_tokens)
 
 
-def state_rows(output: SchedulerOutput, group: int, device: torch.device) -> torch.Tensor:
-    """The state row of each scheduled sequence, `[B]` int64: its only block of the state group."""
-    rows = [item.sequence.block_tables[group].blocks[0] for item in output.scheduled]
-    return torch.tensor(rows, dtype=torch.int64, device=device)
+def state_rows(scheduled: SequenceOf[ScheduledSequence], group: int) -> list[int]:
+    """The state row of each scheduled sequence: its only block of the state group."""
+    return [item.sequence.block_tables[group].blocks[0] for item in scheduled]
 
 
 def joined(parts: SequenceOf[tuple[LogitsRows, ...]], lengths: SequenceOf[int]) -> tuple[LogitsRows, ...]:

@@ -58,6 +58,7 @@ class PagedEngine:
         """An engine that doesn't hold its model and whose pool starts empty; `reserve` makes it as large as needed."""
         engine = cls.__new__(cls)
         engine._setup(get_model, config, None)
+        engine.core.runner.rows_on_demand = True
         return engine
 
     def _setup(self, get_model: Callable[[], PreTrainedModel], config: PagedConfig, tokenizer: Any) -> None:

@@ -52,6 +52,7 @@ class ModelRunner:
         self.backend = resolve_backend(config.attention_backend, self.device)
         self.cache: StepCache | None = None
         self.prefills_whole = False  # see `by_row.py`
+        self.rows_on_demand = False  # states get their memory when a sequence first needs one, not with the pool
         self._keeps_logits = accepts_logits_to_keep(model)
         self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._cache_keyword = cache_keyword(model)
@@ -137,13 +138,15 @@ class ModelRunner:
             if layers is None:
                 self.cache = StepCache(self.layout, storages, self.backend)
             else:
-                self.cache = RowCache(self.layout, storages, self.backend, layers, sizes[-1])
+                self.cache = RowCache(
+                    self.layout, storages, self.backend, layers, 0 if self.rows_on_demand else sizes[-1]
+                )
             return
         for index, storage in self.cache.storages.items():
             size = sizes[self.layout.layers[index].group]
             if size > storage.num_blocks:
                 storage.grow(size)
-        if isinstance(self.cache, RowCache):
+        if isinstance(self.cache, RowCache) and not self.rows_on_demand:
             self.cache.grow_rows(sizes[-1])
 
     def run(self, output: SchedulerOutput) -> tuple[torch.Tensor, tuple[LogitsRows, ...]]:
@@ -168,13 +171,17 @@ class ModelRunner:
 
     def _run_by_row(self, cache: RowCache, output: SchedulerOutput) -> tuple[torch.Tensor, tuple[LogitsRows, ...]]:
         parts, all_logits = [], []
+        group = len(self.layout.groups) - 1
         with self.lock, torch.no_grad():
+            cache.drop_left()
+            self._make_room(cache, max(state_rows(output.scheduled, group)) + 1)
             for part in equal_rows(output, prefills_whole=self.prefills_whole):
                 batch = self._pack(part.output)
-                rows = state_rows(part.output, len(self.layout.groups) - 1, self.device)
+                rows = torch.tensor(state_rows(part.output.scheduled, group), device=self.device)
                 with cache.open_rows(rows, is_first=part.is_first):
                     all_logits.append(self._forward(batch, len(part.output.scheduled)))
                 parts.append(batch.rows)
+            cache.write_back()
         return torch.cat(all_logits), joined(parts, [len(logits) for logits in all_logits])
 
     def copy_blocks(self, copies: Sequence[Sequence[BlockCopy]]) -> None:
@@ -182,7 +189,15 @@ class ModelRunner:
         assert self.cache is not None
         if any(copies):
             with self.lock, torch.no_grad():
+                if isinstance(self.cache, RowCache):
+                    self._make_room(self.cache, max((copy[1] for copy in copies[-1]), default=-1) + 1)
                 self.cache.copy_blocks(copies)
+
+    @staticmethod
+    def _make_room(cache: RowCache, num_rows: int) -> None:
+        # the lowest free row is taken first, so that as many rows are in use as sequences have run at once
+        if num_rows > cache.num_rows:
+            cache.grow_rows(max(num_rows, 2 * cache.num_rows))
 
     def _forward(self, batch: PackedBatch, num_rows: int = 1) -> torch.Tensor:
         model = self._get_model()

@@ -9,6 +9,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from hf_paged import PagedConfig, PagedEngine
+from hf_paged.cache.row_cache import RowCache
 from hf_paged.compat import CACHE_KEYWORD, cache_keyword
 from hf_paged.errors import PackedStepError, UnsupportedModelError
 from hf_paged.integrations.engines import get_engine, num_fallbacks
@@ -165,28 +166,45 @@ def test_states_are_counted_as_memory() -> None:
         assert engine.stats()["pool_bytes"] == 5 * config.num_hidden_layers * a_layer
 
 
-def test_a_forward_that_raises_leaves_the_states_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step is tried again sequence by sequence; a state that had moved on would be advanced twice."""
-    model = families.fresh("qwen3_5_text")
+def test_behind_generate_states_follow_the_workload() -> None:
+    model = families.fresh("lfm2")
+    ids = torch.tensor([random_prompt(40, seed) for seed in range(3)])
+    model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, cache_implementation="paged")
+    engine = get_engine(model)
+    assert engine is not None
+    cache = engine.core.runner.cache
+    assert isinstance(cache, RowCache)
+    assert cache.num_rows == 3 < engine.core.allocator.pools[-1].num_blocks
+
+
+@pytest.mark.parametrize("failing_call", [3, 4, 6])
+def test_a_forward_that_raises_leaves_all_states_as_they_were(
+    failing_call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of several forwards is run again sequence by sequence, also when it was the last of them that raised."""
+    model = families.build("qwen3_5_text")
     expected = [solo(model, prompt, max_new_tokens=NEW) for prompt in PROMPTS[:3]]
     forward, calls = model.lm_head.forward, []
 
     def failing(hidden: torch.Tensor) -> torch.Tensor:
-        calls.append(len(hidden))
-        if len(calls) in (5, 9):
-            raise RuntimeError("once in a while")
+        calls.append(hidden.shape[:2])
+        if len(calls) == failing_call:
+            raise RuntimeError("once")
         return forward(hidden)  # type: ignore[no-any-return]
 
     with PagedEngine(model, pool_of_2048(8)) as engine:
+        requests = [engine.add_request(PROMPTS[0], max_new_tokens=NEW)]
+        engine.step()
+        calls.clear()
         monkeypatch.setattr(model.lm_head, "forward", failing)
-        outputs = run_requests(engine, PROMPTS[:3], max_new_tokens=NEW)
-    for output, tokens in zip(outputs, expected, strict=True):
-        assert_equal_tokens(output.token_ids, tokens, "after an error")
+        requests += [engine.add_request(prompt, max_new_tokens=NEW) for prompt in PROMPTS[1:3]]
+        final = run_to_end(engine, requests)  # its first step is a decode and two prompts: three forwards
+        assert engine.stats()["num_failed"] == 0
+    for request_id, tokens in zip(requests, expected, strict=True):
+        assert_equal_tokens(final[request_id].token_ids, tokens, "after an error")
 
 
 def test_a_state_that_changes_its_shape_is_refused() -> None:
-    from hf_paged.cache.row_cache import RowCache
-
     model = families.build("lfm2")
     with PagedEngine(model, pool_of_2048(8)) as engine:
         cache = engine.core.runner.cache
@@ -200,8 +218,6 @@ def test_a_state_that_changes_its_shape_is_refused() -> None:
 
 def test_a_recurrent_model_that_differs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here: a model that forgets its state between steps, so that only the check can tell."""
-    from hf_paged.cache.row_cache import RowCache
-
     model = families.fresh("mamba2")
     original = RowCache.open_rows
 
