@@ -16,6 +16,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation import logits_process
 from transformers.generation import stopping_criteria as stopping
 
+from hf_paged.engine.grammar import GRAMMAR_KEYWORDS, Grammar
 from hf_paged.engine.logit_bias import LogitBiasProcessor
 from hf_paged.engine.penalties import OutputPenaltyProcessor
 from hf_paged.errors import RequestError, nearest
@@ -36,6 +37,7 @@ REQUEST_KEYWORDS = frozenset(
         "logits_processor",
         "stopping_criteria",
         "generation_config",
+        *GRAMMAR_KEYWORDS,
     }
 )
 
@@ -127,6 +129,7 @@ class SamplingParams:
     num_prompt_logprobs: int | None = None
     history_start: tuple[int, ...] = ()
     is_external: bool = False  # someone outside the engine takes the logits and appends the tokens
+    grammar: Grammar | None = None
     generators: dict[int, torch.Generator] = field(default_factory=dict)
 
     def generator(self, index: int, device: torch.device) -> torch.Generator | None:
@@ -272,19 +275,25 @@ class RequestResolver:
             criteria = self._criteria(model, config, keywords.get("stopping_criteria"))
         except (ValueError, TypeError) as error:
             raise RequestError(str(error)) from error
+        grammar, ends = None, eos_ids(config)
+        rules = {name: keywords[name] for name in GRAMMAR_KEYWORDS if keywords.get(name) is not None}
+        if rules:
+            grammar = Grammar(self._tokenizer, stop_token_ids=sorted(ends), **rules)
+            ends |= set(grammar.stop_token_ids)  # a text that is complete ends, whatever the model's config says
         seed = keywords.get("seed")
         if seed is not None and (not isinstance(seed, int) or not 0 <= seed < 2**64):
             raise RequestError(f"seed must be an integer from 0 to 2**64 - 1, not {seed!r}.")
         return SamplingParams(
             processors=processors,
             criteria=criteria,
-            eos_token_ids=eos_ids(config),
+            eos_token_ids=ends,
             do_sample=bool(config.do_sample),
             # processors that the caller brings are that request's alone, whatever their class
             shared_key=None if extra else shared_key(config, processors),
             seed=seed,
             num_logprobs=_count(keywords, "logprobs", self._vocab_size),
             num_prompt_logprobs=_count(keywords, "prompt_logprobs", self._vocab_size),
+            grammar=grammar,
         )
 
     def _criteria(

@@ -24,6 +24,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from hf_paged.compat import CACHE_KEYWORD
 from hf_paged.engine.engine import PagedEngine
 from hf_paged.engine.external import ExternalRows
+from hf_paged.engine.grammar_processor import GrammarProcessor
 from hf_paged.engine.params import ROW_PROCESSORS, SamplingParams, eos_ids, shared_key
 from hf_paged.errors import RequestError
 from hf_paged.request import Request
@@ -41,6 +42,7 @@ _HISTORY_PROCESSORS = (
     logits_process.NoRepeatNGramLogitsProcessor,
     logits_process.SequenceBiasLogitsProcessor,
     logits_process.NoBadWordsLogitsProcessor,
+    GrammarProcessor,
 )
 
 # New tokens a row that the pool is made for at first; it grows with the rows that last longer. Limits on new tokens are
@@ -225,7 +227,7 @@ def _one_by_one(engine: PagedEngine, batch: Batch, prompts: list[list[int]]) -> 
     rows = batch.input_ids.tolist()
     requests = []
     for index, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
-        processors = LogitsProcessorList(_for_row(processor, index) for processor in batch.processors)
+        processors = LogitsProcessorList(_for_row(processor, index, len(row)) for processor in batch.processors)
         requests.append(
             Request(
                 f"generate-{uuid.uuid4().hex}",
@@ -250,7 +252,9 @@ def _one_by_one(engine: PagedEngine, batch: Batch, prompts: list[list[int]]) -> 
     return torch.cat([batch.input_ids, new], dim=-1)
 
 
-def _for_row(processor: Any, index: int) -> Any:
+def _for_row(processor: Any, index: int, width: int) -> Any:
+    if isinstance(processor, GrammarProcessor):
+        return processor.bound(width)
     # from 5.24 on the repetition penalty holds one padding length a row
     lengths = getattr(processor, "prompt_ignore_length", None)
     if isinstance(lengths, torch.Tensor) and lengths.numel() > 1:
