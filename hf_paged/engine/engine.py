@@ -82,7 +82,9 @@ class PagedEngine:
             **keywords: fields of GenerationConfig, and seed, logit_bias, presence_penalty and frequency_penalty
                 (of generated tokens only), bad_words (text, with and without a space before it), logprobs,
                 prompt_logprobs, cache_salt, priority, request_id, logits_processor, stopping_criteria,
-                generation_config. None switches a field off; one that is absent has the model's default.
+                generation_config, adapter (the name of a LoRA adapter, "__base__" for none; None for the model's
+                active ones), and one of regex, json_schema and ebnf, which the text then matches. None switches a
+                field off; one that is absent has the model's default.
 
         Returns:
             The request's id.
@@ -102,6 +104,9 @@ class PagedEngine:
         self._require_open()
         token_ids = self._token_ids(prompt)
         resolved = self._resolver.resolve(self.core.get_model(), len(token_ids), keywords)
+        adapter = keywords.get("adapter")
+        if adapter is not None:
+            self.core.runner.require_adapter(adapter)
         request_id = keywords.get("request_id")
         request = Request(
             self._new_id() if request_id is None else str(request_id),
@@ -110,6 +115,7 @@ class PagedEngine:
             num_sequences=resolved.num_sequences,
             priority=resolved.priority,
             cache_salt=resolved.cache_salt,
+            adapter=adapter,
             sampling=resolved.sampling,
             wants_logprobs=resolved.sampling.num_logprobs is not None,
             wants_prompt_logprobs=resolved.sampling.num_prompt_logprobs is not None,

@@ -14,6 +14,7 @@ from hf_paged.cache.step_cache import StepCache
 from hf_paged.cache.storage import KVSpec, LayerStorage
 from hf_paged.compat import CACHE_KEYWORD
 from hf_paged.config import QUANTISED_KV_DTYPES, PagedConfig
+from hf_paged.engine.adapters import AdapterSwap
 from hf_paged.engine.attention_swap import model_lock, paged_attention, switchable_configs
 from hf_paged.engine.batch import LogitsRows, PackedBatch, pack
 from hf_paged.engine.probe import accepts_logits_to_keep, probe_layout
@@ -51,6 +52,7 @@ class ModelRunner:
         self._keeps_logits = accepts_logits_to_keep(model)
         self.linears = LinearSwap(config.linear_backend)
         self.fused = FusedSwap(config.linear_backend)
+        self.adapters = AdapterSwap()
         self.look_at_linears()
 
     def look_at_linears(self) -> None:
@@ -63,6 +65,16 @@ class ModelRunner:
         """Runs a forward of `num_tokens` tokens that touches no pool, to see what a step allocates."""
         with self.lock:
             probe_layout(self._get_model(), self._configs, num_tokens)
+
+    def require_adapter(self, name: str) -> None:
+        """Raises RequestError if a request can't name this adapter."""
+        with self.lock:
+            self.adapters.require(self._get_model(), name, self.probe)
+
+    def why_no_adapters(self) -> str | None:
+        """Why requests can't name an adapter each, or None if they can."""
+        with self.lock:
+            return self.adapters.why_not(self._get_model(), self.probe)
 
     def pool_bytes(self, allocator: BlockAllocator, num_blocks: int) -> int:
         """Bytes of a pool of `num_blocks` blocks of full context, all groups together."""
@@ -138,7 +150,13 @@ class ModelRunner:
     def _forward(self, batch: PackedBatch) -> torch.Tensor:
         model = self._get_model()
         step = PackedStep(self.cache, batch.metadata)
-        with paged_attention(self._configs, model), self.linears.installed(), self.fused.installed(), packed_step(step):
+        with (
+            self.adapters.installed(model, batch.adapters),
+            paged_attention(self._configs, model),
+            self.linears.installed(),
+            self.fused.installed(),
+            packed_step(step),
+        ):
             result = model(
                 input_ids=batch.input_ids,
                 position_ids=batch.position_ids,

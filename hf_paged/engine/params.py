@@ -32,6 +32,7 @@ REQUEST_KEYWORDS = frozenset(
         "logprobs",
         "prompt_logprobs",
         "cache_salt",
+        "adapter",
         "priority",
         "request_id",
         "logits_processor",

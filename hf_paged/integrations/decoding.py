@@ -27,6 +27,7 @@ from hf_paged.engine.external import ExternalRows
 from hf_paged.engine.grammar_processor import GrammarProcessor
 from hf_paged.engine.params import ROW_PROCESSORS, SamplingParams, eos_ids, shared_key
 from hf_paged.errors import RequestError
+from hf_paged.integrations.peft import adapters_of_call
 from hf_paged.request import Request
 
 # Processors of a row's own history or length, without state: a row may go through them by itself.
@@ -130,15 +131,17 @@ def _can_go_one_by_one(batch: Batch) -> bool:
 
 
 def _in_lockstep(engine: PagedEngine, batch: Batch, prompts: list[list[int]]) -> Any:
+    adapters = adapters_of_call(engine.core.get_model(), len(prompts))
     requests = [
         Request(
             f"generate-{uuid.uuid4().hex}",
             prompt,
             batch.max_new_tokens,
             num_sequences=batch.num_siblings,
+            adapter=adapter,
             sampling=SamplingParams(LogitsProcessorList(), (), frozenset(), False, (), is_external=True),
         )
-        for prompt in prompts[:: batch.num_siblings]
+        for prompt, adapter in list(zip(prompts, adapters, strict=True))[:: batch.num_siblings]
     ]
 
     def reserve(num_new_tokens: int) -> None:
@@ -225,6 +228,7 @@ def _all_rows(found: list[torch.Tensor], active: list[int], num_rows: int, devic
 
 def _one_by_one(engine: PagedEngine, batch: Batch, prompts: list[list[int]]) -> torch.Tensor:
     rows = batch.input_ids.tolist()
+    adapters = adapters_of_call(engine.core.get_model(), len(prompts))
     requests = []
     for index, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
         processors = LogitsProcessorList(_for_row(processor, index, len(row)) for processor in batch.processors)
@@ -233,6 +237,7 @@ def _one_by_one(engine: PagedEngine, batch: Batch, prompts: list[list[int]]) -> 
                 f"generate-{uuid.uuid4().hex}",
                 prompt,
                 batch.max_new_tokens,
+                adapter=adapters[index],
                 sampling=SamplingParams(
                     processors=processors,
                     criteria=_row_criteria(batch.criteria),

@@ -230,6 +230,10 @@ def _why_stock(
         return "an attention_mask of another shape than input_ids needs stock's loop"
     if mask is not None and bool((mask.diff(dim=-1) < 0).any()):
         return "a mask that hides tokens inside or behind the prompt needs stock's loop"
+    if getattr(model, "peft_config", None) is not None:
+        from hf_paged.integrations.peft import why_stock
+
+        return why_stock(model, call.config, input_ids.shape[0], generation_config.get_generation_mode())
     return None
 
 
