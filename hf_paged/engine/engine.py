@@ -83,8 +83,9 @@ class PagedEngine:
                 (of generated tokens only), bad_words (text, with and without a space before it), logprobs,
                 prompt_logprobs, cache_salt, priority, request_id, logits_processor, stopping_criteria,
                 generation_config, adapter (the name of a LoRA adapter, "__base__" for none; None for the model's
-                active ones), and one of regex, json_schema and ebnf, which the text then matches. None switches a
-                field off; one that is absent has the model's default.
+                active ones), prefix_allowed_tokens_fn (called with 0, or the prompt's index in `generate`),
+                negative_prompt_ids beside guidance_scale, and one of regex, json_schema and ebnf, which the text then
+                matches. None switches a field off; one that is absent has the model's default.
 
         Returns:
             The request's id.

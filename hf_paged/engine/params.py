@@ -7,7 +7,7 @@ means in `generate`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from transformers.generation import logits_process
 from transformers.generation import stopping_criteria as stopping
 
 from hf_paged.engine.grammar import GRAMMAR_KEYWORDS, Grammar
+from hf_paged.engine.guidance import GuidanceProcessor
 from hf_paged.engine.logit_bias import LogitBiasProcessor
 from hf_paged.engine.penalties import OutputPenaltyProcessor
 from hf_paged.errors import RequestError, nearest
@@ -36,6 +37,8 @@ REQUEST_KEYWORDS = frozenset(
         "priority",
         "request_id",
         "logits_processor",
+        "prefix_allowed_tokens_fn",
+        "negative_prompt_ids",
         "stopping_criteria",
         "generation_config",
         *GRAMMAR_KEYWORDS,
@@ -52,6 +55,7 @@ LIST_FIELDS = frozenset(
         "exponential_decay_length_penalty",
         "forced_eos_token_id",
         "logits_processor",
+        "negative_prompt_ids",
         "sequence_bias",
         "stop_strings",
         "stopping_criteria",
@@ -67,7 +71,6 @@ _OTHER_MODES: Mapping[str, Any] = {
     "penalty_alpha": None,
     "dola_layers": None,
     "assistant_early_exit": None,
-    "guidance_scale": 1.0,
     "token_healing": False,
     "output_attentions": False,
     "output_hidden_states": False,
@@ -265,10 +268,12 @@ class RequestResolver:
         presence, frequency = _penalty(keywords, "presence_penalty"), _penalty(keywords, "frequency_penalty")
         if presence or frequency:
             extra.append(OutputPenaltyProcessor(presence, frequency, num_prompt_tokens))
+        scale, config.guidance_scale = config.guidance_scale, None  # stock's processor is for a batch
         try:
             processors = model._get_logits_processor(
                 generation_config=config,
                 input_ids_seq_length=num_prompt_tokens,
+                prefix_allowed_tokens_fn=keywords.get("prefix_allowed_tokens_fn"),
                 logits_processor=extra,
                 device=self._device,
                 model_kwargs={},
@@ -276,6 +281,14 @@ class RequestResolver:
             criteria = self._criteria(model, config, keywords.get("stopping_criteria"))
         except (ValueError, TypeError) as error:
             raise RequestError(str(error)) from error
+        negative = self._negative_ids(keywords.get("negative_prompt_ids"), scale)
+        if scale is not None and scale != 1:
+            if keywords.get("adapter") is not None:
+                raise RequestError(
+                    "guidance_scale uses the model's active adapters, so a request can't name an adapter beside it."
+                )
+            rows = config.num_return_sequences or 1
+            processors.insert(0, GuidanceProcessor(scale, model, num_prompt_tokens, negative, rows))
         grammar, ends = None, eos_ids(config)
         rules = {name: keywords[name] for name in GRAMMAR_KEYWORDS if keywords.get(name) is not None}
         if rules:
@@ -297,6 +310,19 @@ class RequestResolver:
             grammar=grammar,
         )
 
+    def _negative_ids(self, value: Any, scale: float | None) -> list[int] | None:
+        if value is None:
+            return None
+        try:
+            ids: list[int] = torch.as_tensor(value).flatten().tolist()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise RequestError(f"negative_prompt_ids are token ids, not {value!r:.80}.") from error
+        if not ids or any(not isinstance(token, int) or not 0 <= token < self._vocab_size for token in ids):
+            raise RequestError(f"negative_prompt_ids are one or more token ids from 0 to {self._vocab_size - 1}.")
+        if scale is None or scale == 1:
+            raise RequestError("negative_prompt_ids need a guidance_scale other than 1 beside them.")
+        return ids
+
     def _criteria(
         self, model: PreTrainedModel, config: GenerationConfig, own: StoppingCriteriaList | None
     ) -> tuple[tuple[str, int | str | None, Any], ...]:
@@ -316,6 +342,9 @@ class RequestResolver:
 
 
 def _check_types(keywords: Mapping[str, Any]) -> None:
+    allowed = keywords.get("prefix_allowed_tokens_fn")
+    if allowed is not None and not callable(allowed):
+        raise RequestError(f"prefix_allowed_tokens_fn must be a function of a row and its tokens, not {allowed!r:.80}.")
     salt = keywords.get("cache_salt")
     if salt is not None and not isinstance(salt, str):
         raise RequestError(f"cache_salt must be a string, not {salt!r}.")
@@ -383,4 +412,12 @@ def spread(keywords: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
             raise RequestError(f"{name} has {len(value)} values for {count} prompts; give one value, or one a prompt.")
         for index, options in enumerate(each):
             options[name] = value[index] if is_list else value
+    allowed = keywords.get("prefix_allowed_tokens_fn")
+    if callable(allowed):  # it is called with the prompt's index, as in a batch
+        for index, options in enumerate(each):
+            options["prefix_allowed_tokens_fn"] = _of_row(allowed, index)
     return each
+
+
+def _of_row(allowed: Callable[[int, torch.Tensor], list[int]], row: int) -> Callable[[int, torch.Tensor], list[int]]:
+    return lambda _, tokens: allowed(row, tokens)

@@ -43,6 +43,7 @@ _HISTORY_PROCESSORS = (
     logits_process.NoRepeatNGramLogitsProcessor,
     logits_process.SequenceBiasLogitsProcessor,
     logits_process.NoBadWordsLogitsProcessor,
+    logits_process.PrefixConstrainedLogitsProcessor,
     GrammarProcessor,
 )
 
@@ -260,6 +261,9 @@ def _one_by_one(engine: PagedEngine, batch: Batch, prompts: list[list[int]]) -> 
 def _for_row(processor: Any, index: int, width: int) -> Any:
     if isinstance(processor, GrammarProcessor):
         return processor.bound(width)
+    if isinstance(processor, logits_process.PrefixConstrainedLogitsProcessor):
+        allowed = processor._prefix_allowed_tokens_fn
+        return logits_process.PrefixConstrainedLogitsProcessor(lambda _, tokens: allowed(index, tokens), 1)
     # from 5.24 on the repetition penalty holds one padding length a row
     lengths = getattr(processor, "prompt_ignore_length", None)
     if isinstance(lengths, torch.Tensor) and lengths.numel() > 1:

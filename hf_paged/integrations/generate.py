@@ -82,6 +82,10 @@ def _take_request(
         return args, kwargs, None
     value = _setting("cache_config", model, given, kwargs)
     config = None if value is None else PagedConfig.from_any(value)
+    if isinstance(kwargs.get("streamer"), list | tuple):
+        from hf_paged.integrations.row_streamers import RowStreamers
+
+        kwargs["streamer"] = RowStreamers(kwargs["streamer"], kwargs.get("attention_mask"))
     kwargs = {name: item for name, item in kwargs.items() if name not in ("cache_implementation", "cache_config")}
     if given is not None and (given.cache_implementation is not None or given.cache_config is not None):
         given = copy.copy(given)
@@ -163,6 +167,11 @@ def _sample(
     **model_kwargs: Any,
 ) -> Any:
     call = _current(model)
+    if call is not None and streamer is not None:
+        from hf_paged.integrations.row_streamers import RowStreamers
+
+        if isinstance(streamer, RowStreamers):
+            stopping_criteria = streamer.watched(stopping_criteria, input_ids.shape[1])
     if call is not None:
         reason = _why_stock(model, call, input_ids, stopping_criteria, generation_config, synced_gpus, model_kwargs)
         prepare_cache = functools.partial(_give_paged_cache, _originals["_prepare_cache_for_generation"])
