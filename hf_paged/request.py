@@ -192,6 +192,7 @@ class Request:
         cache_salt: only requests with an equal salt share prefix blocks.
         adapter: the name of an adapter, "__base__" for none, None for the model's active ones. Only requests with an
             equal one share prefix blocks; another version of it is another version of the weights.
+        prompt_embeds: `[prompt, hidden]`, for a prompt whose tokens only count; opaque here.
         sampling: how tokens are chosen and when to stop; opaque here.
         wants_logprobs: outputs carry the log probabilities of generated tokens.
         wants_prompt_logprobs: the whole prompt is computed, so cached prefixes are not used.
@@ -207,6 +208,7 @@ class Request:
         priority: int = 0,
         cache_salt: str | None = None,
         adapter: str | None = None,
+        prompt_embeds: Any = None,
         sampling: Any = None,
         wants_logprobs: bool = False,
         wants_prompt_logprobs: bool = False,
@@ -218,6 +220,7 @@ class Request:
         self.priority = priority
         self.cache_salt = cache_salt
         self.adapter = adapter
+        self.prompt_embeds = prompt_embeds
         self.sampling = sampling
         self.wants_logprobs = wants_logprobs
         self.wants_prompt_logprobs = wants_prompt_logprobs

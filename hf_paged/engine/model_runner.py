@@ -18,6 +18,7 @@ from hf_paged.engine.adapters import AdapterSwap
 from hf_paged.engine.attention_swap import model_lock, paged_attention, switchable_configs
 from hf_paged.engine.batch import LogitsRows, PackedBatch, pack
 from hf_paged.engine.probe import accepts_logits_to_keep, probe_layout
+from hf_paged.engine.prompt_embeds import embed_inputs, why_no_embeds
 from hf_paged.errors import PackedStepError
 from hf_paged.fused.swap import FusedSwap
 from hf_paged.kernels.metadata import PackedStep, packed_step
@@ -53,6 +54,8 @@ class ModelRunner:
         self.linears = LinearSwap(config.linear_backend)
         self.fused = FusedSwap(config.linear_backend)
         self.adapters = AdapterSwap()
+        self._embeds_checked = False
+        self._why_no_embeds: str | None = None
         self.look_at_linears()
 
     def look_at_linears(self) -> None:
@@ -75,6 +78,14 @@ class ModelRunner:
         """Why requests can't name an adapter each, or None if they can."""
         with self.lock:
             return self.adapters.why_not(self._get_model(), self.probe)
+
+    def why_no_embeds(self) -> str | None:
+        """Why prompts can't be given as embeddings, or None if they can. Found out once."""
+        if not self._embeds_checked:
+            with self.lock:
+                self._why_no_embeds = why_no_embeds(self._get_model(), self.device)
+            self._embeds_checked = True
+        return self._why_no_embeds
 
     def pool_bytes(self, allocator: BlockAllocator, num_blocks: int) -> int:
         """Bytes of a pool of `num_blocks` blocks of full context, all groups together."""
@@ -157,8 +168,11 @@ class ModelRunner:
             self.fused.installed(),
             packed_step(step),
         ):
+            inputs = {"input_ids": batch.input_ids}
+            if batch.embeds:
+                inputs = {"inputs_embeds": embed_inputs(model, batch.input_ids, batch.embeds)}
             result = model(
-                input_ids=batch.input_ids,
+                **inputs,
                 position_ids=batch.position_ids,
                 use_cache=True,
                 return_dict=True,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -66,6 +66,9 @@ class Batch:
     criteria: StoppingCriteriaList
     config: GenerationConfig
     streamer: Any
+    embeds: torch.Tensor | None = (
+        None  # [B, P, hidden]: the prompts, where input_ids have none; the mask is [B, P] then
+    )
 
     @property
     def max_new_tokens(self) -> int:
@@ -83,8 +86,10 @@ class Batch:
         return max(1, self.config.num_return_sequences or 1)
 
     def prompts(self) -> list[list[int]]:
-        """The rows' tokens without padding."""
+        """The rows' tokens without padding; zeros for embeddings."""
         rows: list[list[int]] = self.input_ids.tolist()
+        if self.embeds is not None:
+            rows = [[0] * self.embeds.shape[1]] * len(rows)
         if self.attention_mask is None:
             return rows
         masks = self.attention_mask.bool().tolist()
@@ -96,6 +101,17 @@ class Batch:
             if not row:
                 raise RequestError(f"Row {index} of the batch has no tokens: its attention_mask is all zeros.")
         return kept
+
+    def prompt_embeds(self, row: int) -> torch.Tensor | None:
+        """`[prompt, hidden]`: a row's embeddings without padding; None if it has tokens."""
+        if self.embeds is None or self.attention_mask is None:
+            return None if self.embeds is None else self.embeds[row]
+        return self.embeds[row][self.attention_mask[row].bool()]
+
+
+def with_embeds(batch: Batch, embeds: torch.Tensor | None) -> Batch:
+    """The same batch, with prompts that are embeddings if there are any."""
+    return batch if embeds is None else replace(batch, embeds=embeds.detach())
 
 
 def decode(engine: PagedEngine, batch: Batch) -> Any:
@@ -121,6 +137,7 @@ def _blocks(engine: PagedEngine, batch: Batch, prompts: list[list[int]], num_new
 def _can_go_one_by_one(batch: Batch) -> bool:
     return (
         batch.streamer is None
+        and batch.embeds is None
         and not batch.config.return_dict_in_generate
         and all(type(item) in _HISTORY_PROCESSORS for item in batch.processors)
         and all(type(item) in _ROW_CRITERIA for item in batch.criteria)
@@ -139,10 +156,12 @@ def _in_lockstep(engine: PagedEngine, batch: Batch, prompts: list[list[int]]) ->
             prompt,
             batch.max_new_tokens,
             num_sequences=batch.num_siblings,
-            adapter=adapter,
+            adapter=adapters[row],
+            prompt_embeds=batch.prompt_embeds(row),
+            cache_salt=None if batch.embeds is None else uuid.uuid4().hex,  # zeros say nothing about the prompt
             sampling=SamplingParams(LogitsProcessorList(), (), frozenset(), False, (), is_external=True),
         )
-        for prompt, adapter in list(zip(prompts, adapters, strict=True))[:: batch.num_siblings]
+        for row, prompt in list(enumerate(prompts))[:: batch.num_siblings]
     ]
 
     def reserve(num_new_tokens: int) -> None:

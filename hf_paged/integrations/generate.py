@@ -177,7 +177,7 @@ def _sample(
         prepare_cache = functools.partial(_give_paged_cache, _originals["_prepare_cache_for_generation"])
         if reason is None:
             from hf_paged.errors import UnsupportedModelError
-            from hf_paged.integrations.decoding import Batch, decode
+            from hf_paged.integrations.decoding import Batch, decode, with_embeds
             from hf_paged.integrations.engines import engine_for
 
             try:
@@ -188,6 +188,7 @@ def _sample(
             else:
                 mask = model_kwargs.get("attention_mask")
                 batch = Batch(input_ids, mask, logits_processor, stopping_criteria, generation_config, streamer)
+                batch = with_embeds(batch, model_kwargs.get("inputs_embeds"))
                 limit = engine.core.frequency_limit
                 if limit is None or stopping_criteria.max_length <= limit:
                     return decode(engine, batch)
@@ -231,11 +232,20 @@ def _why_stock(
         return "a call without any max_length or max_new_tokens runs stock's loop"
     if call.has_own_positions:
         return "position_ids of one's own need stock's loop"
-    extra = sorted(name for name, value in model_kwargs.items() if value is not None and name not in _KNOWN_INPUTS)
+    shape = input_ids.shape
+    known = _KNOWN_INPUTS
+    if model_kwargs.get("inputs_embeds") is not None:
+        from hf_paged.integrations import embeds
+
+        reason = embeds.why_stock(model, call.config, input_ids, stopping_criteria, generation_config, model_kwargs)
+        if reason is not None:
+            return reason
+        shape, known = model_kwargs["inputs_embeds"].shape[:2], known | {"inputs_embeds"}
+    extra = sorted(name for name, value in model_kwargs.items() if value is not None and name not in known)
     if extra:
         return f"{', '.join(extra)} {'needs' if len(extra) == 1 else 'need'} stock's loop"
     mask = model_kwargs.get("attention_mask")
-    if mask is not None and mask.shape != input_ids.shape:
+    if mask is not None and mask.shape != shape:
         return "an attention_mask of another shape than input_ids needs stock's loop"
     if mask is not None and bool((mask.diff(dim=-1) < 0).any()):
         return "a mask that hides tokens inside or behind the prompt needs stock's loop"
