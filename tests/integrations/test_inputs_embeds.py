@@ -94,8 +94,17 @@ def test_what_else_embeddings_come_with_runs_stocks_loop(
 class _CountsTokens(LlamaForCausalLM):
     """Adds something to every logit of a token that it was given as one."""
 
-    def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
-        result = super().forward(input_ids=input_ids, **kwargs)
+    def forward(
+        self,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        inputs_embeds: Any = None,
+        logits_to_keep: Any = 0,
+        **kwargs: Any,
+    ) -> Any:
+        known = {"attention_mask": attention_mask, "position_ids": position_ids, "logits_to_keep": logits_to_keep}
+        result = super().forward(input_ids=input_ids, inputs_embeds=inputs_embeds, **known, **kwargs)
         if input_ids is not None:
             result.logits[..., 9] += 2.0
         return result
