@@ -24,7 +24,7 @@ from hf_paged.engine.core import EngineCore
 from hf_paged.engine.fair_lock import FairLock
 from hf_paged.engine.params import RequestResolver, spread
 from hf_paged.engine.sizing import engine_blocks
-from hf_paged.engine.unwrap import unwrap_model
+from hf_paged.engine.unwrap import refuse_learned_prompts, unwrap_model
 from hf_paged.errors import CapacityError, EngineClosedError, PagedError, RequestError, UnknownRequestError
 from hf_paged.request import Request, RequestOutput
 
@@ -46,6 +46,7 @@ class PagedEngine:
     """
 
     def __init__(self, model: Any, config: PagedConfig | None = None, tokenizer: Any = None) -> None:
+        refuse_learned_prompts(model)
         model = unwrap_model(model)
         self._setup(lambda: model, PagedConfig.from_any(config), tokenizer)
         core = self.core

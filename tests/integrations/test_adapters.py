@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_paged import PagedConfig, PagedEngine, get_engine, num_fallbacks
-from hf_paged.errors import RequestError
+from hf_paged.errors import RequestError, UnsupportedModelError
 from hf_paged.integrations import generate as hook
 from tests.oracle import assert_equal_batches, assert_equal_tokens, left_pad, ragged_prompts
 from tests.zoo import PAD_TOKEN_ID, fresh
@@ -163,6 +163,15 @@ def test_a_model_without_adapters_takes_none() -> None:
         engine.add_request(PROMPTS[0], adapter="one")
     plain, base = engine.generate([PROMPTS[0]] * 2, max_new_tokens=NEW, adapter=[None, BASE])
     assert_equal_tokens(base.token_ids, plain.token_ids)
+
+
+@pytest.mark.parametrize("kind", [peft.PromptTuningConfig, peft.PrefixTuningConfig])
+def test_learned_prompts_are_refused_by_the_engine_and_right_in_generate(kind: Any) -> None:
+    model = peft.get_peft_model(fresh("llama"), kind(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
+    with pytest.raises(UnsupportedModelError, match="learned prompt"):
+        _engine(model)
+    expected = model.generate(input_ids=IDS, **OPTIONS)
+    assert_equal_batches(model.generate(input_ids=IDS, **OPTIONS, cache_implementation="paged"), expected)
 
 
 def _with_dora(model: Any) -> None:
