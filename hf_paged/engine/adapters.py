@@ -89,12 +89,12 @@ class AdapterSwap:
         if rows is None:
             yield
             return
-        reason = _why_not_plain(model)
-        missing = rows.named - adapter_names(model)
+        layers = _lora_layers(model)
+        missing = rows.named - {name for layer in layers for name in _names(layer)}
         if missing:
-            reason = f"adapter {min(missing)!r} was deleted while a request ran."
-        if reason is not None:
-            raise PackedStepError(f"A step with adapters can't run: {reason}")
+            raise PackedStepError(f"Adapter {min(missing)!r} was deleted while a request ran.")
+        if any(layer.merged for layer in layers):
+            raise PackedStepError("An adapter was merged while a request with an adapter of its own ran.")
         with _installed(model, rows):
             yield
 

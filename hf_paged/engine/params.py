@@ -180,8 +180,16 @@ class RequestResolver:
         self._fields = frozenset(name for name in vars(GenerationConfig()) if not name.startswith("_"))
         self._device = model.device if model.device.type != "meta" else torch.device("cpu")
 
-    def resolve(self, model: PreTrainedModel, num_prompt_tokens: int, keywords: Mapping[str, Any]) -> ResolvedRequest:
+    def resolve(
+        self, model: PreTrainedModel, num_prompt_tokens: int, keywords: Mapping[str, Any], num_embedded: int = 0
+    ) -> ResolvedRequest:
         """The request that these keywords ask for.
+
+        Args:
+            model: the one that runs it.
+            num_prompt_tokens: tokens that processors and criteria see before the generated ones.
+            keywords: the caller's.
+            num_embedded: length of a prompt that is embeddings, and has no tokens.
 
         Raises:
             RequestError: an unknown keyword, a contradiction, or a mode that packed requests don't have.
@@ -194,13 +202,17 @@ class RequestResolver:
             known = generation.get("bad_words_ids") or getattr(generation_config, "bad_words_ids", None) or []
             generation["bad_words_ids"] = [*known, *self._bad_words_ids(keywords["bad_words"])]
         _settle_temperature(model, generation_config, generation)
-        config = self._generation_config(model, generation_config, generation, num_prompt_tokens)
+        config = self._generation_config(model, generation_config, generation, num_prompt_tokens, num_embedded)
         for name, neutral in _OTHER_MODES.items():
             if getattr(config, name, None) not in (None, neutral):
                 raise RequestError(
                     f"A request can't have {name}={getattr(config, name)!r}; call model.generate for it."
                 )
         max_new_tokens = config.max_length - num_prompt_tokens
+        if num_embedded and (
+            config.guidance_scale not in (None, 1) or keywords.get("prompt_logprobs") not in (None, False)
+        ):
+            raise RequestError("guidance_scale and prompt_logprobs need a prompt of tokens, not of embeddings.")
         if max_new_tokens < 1:
             raise RequestError(
                 f"max_length={config.max_length} leaves nothing to generate after a prompt of {num_prompt_tokens} "
@@ -235,6 +247,7 @@ class RequestResolver:
         generation_config: GenerationConfig | None,
         generation: dict[str, Any],
         num_prompt_tokens: int,
+        num_embedded: int,
     ) -> GenerationConfig:
         def unset(name: str) -> bool:
             return (
@@ -246,13 +259,13 @@ class RequestResolver:
         try:
             default_max, default_min = unset("max_length"), unset("min_length")
             config, _ = model._prepare_generation_config(generation_config, **generation)
-            ids = torch.zeros(1, num_prompt_tokens, dtype=torch.int64)
+            ids = torch.zeros(1, num_embedded or num_prompt_tokens, dtype=torch.int64)
             model._prepare_special_tokens(config, True, device=self._device, batch_size=1)
             return model._prepare_generated_length(
                 generation_config=config,
                 has_default_max_length=default_max,
                 has_default_min_length=default_min,
-                model_input_name="input_ids",
+                model_input_name="inputs_embeds" if num_embedded else "input_ids",
                 inputs_tensor=ids,
                 input_ids_length=num_prompt_tokens,
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from typing import Any
 
 import pytest
@@ -149,6 +150,13 @@ def test_a_bad_grammar_is_refused_when_it_is_added(keywords: dict[str, Any], mes
 def test_a_grammar_needs_a_tokenizer() -> None:
     with pytest.raises(RequestError, match="tokenizer"):
         PagedEngine(build("llama"), PagedConfig(num_blocks=16)).add_request(PROMPTS[0], regex="a")
+
+
+def test_without_xgrammar_a_grammar_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    with pytest.raises(RequestError, match=r"hf-paged\[grammar\]"):
+        _engine().add_request(PROMPTS[0], regex="a")
+    assert len(_engine().generate([PROMPTS[0]], max_new_tokens=3)[0].token_ids) == 3
 
 
 class _Forces(LogitsProcessor):

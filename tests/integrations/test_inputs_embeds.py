@@ -9,11 +9,12 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from hf_paged import get_engine, num_fallbacks
+from hf_paged import PagedConfig, PagedEngine, get_engine, num_fallbacks
 from hf_paged.compat import CACHE_KEYWORD
+from hf_paged.errors import RequestError
 from hf_paged.integrations import generate as hook
-from tests.oracle import assert_equal_batches, left_pad, ragged_prompts
-from tests.zoo import PAD_TOKEN_ID, fresh
+from tests.oracle import assert_equal_batches, assert_equal_tokens, left_pad, ragged_prompts, solo
+from tests.zoo import PAD_TOKEN_ID, build, fresh
 
 NEW = 8
 PROMPTS = ragged_prompts(5, seed=81, shortest=2, longest=30)
@@ -119,3 +120,50 @@ def test_a_model_that_does_more_with_tokens_than_to_embed_them(caplog: pytest.Lo
     with caplog.at_level(logging.WARNING, logger="hf_paged"):
         assert_equal_batches(model.generate(inputs_embeds=embeds, **OPTIONS, cache_implementation="paged"), expected)
     assert "more with tokens than to embed them" in caplog.text
+
+
+# -- in the engine ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_blocks": 7, "max_batch_tokens": 9}], ids=["roomy", "small"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2},
+        {"min_new_tokens": 3, "eos_token_id": list(range(3, 60))},
+        {"forced_eos_token_id": 9},
+    ],
+    ids=str,
+)
+def test_requests_of_embeddings_beside_requests_of_tokens(settings: dict[str, Any], options: dict[str, Any]) -> None:
+    model = build("llama")
+    engine = PagedEngine(model, PagedConfig(**{"block_size": 8, "num_blocks": 64, **settings}))
+    embeds = _embeds(model)
+    given = [row[mask.bool()] for row, mask in zip(embeds, MASK, strict=True)]
+    prompts = [*given, *PROMPTS]
+    for _ in range(2):
+        outputs = engine.generate(prompts, max_new_tokens=2 * NEW, **options)
+        for row, output in zip(given, outputs, strict=False):
+            keywords = {**OPTIONS, "attention_mask": None, "max_new_tokens": 2 * NEW, **options}
+            assert_equal_tokens(output.token_ids, model.generate(inputs_embeds=row[None], **keywords)[0].tolist())
+            assert output.num_cached_tokens == 0
+        for prompt, output in zip(PROMPTS, outputs[len(given) :], strict=True):
+            assert_equal_tokens(output.token_ids, solo(model, prompt, max_new_tokens=2 * NEW, **options))
+    assert (engine.stats()["num_preemptions"] > 0) == bool(settings)
+
+
+@pytest.mark.parametrize(
+    ("shape", "keywords", "message"),
+    [
+        ((3, 5), {}, r"\[tokens, 64\]"),
+        ((0, 64), {}, "at least one token"),
+        ((2, 3, 64), {}, r"not \(2, 3, 64\)"),
+        ((3, 64), {"guidance_scale": 2.0}, "prompt of tokens"),
+        ((3, 64), {"prompt_logprobs": 0}, "prompt of tokens"),
+    ],
+)
+def test_bad_embeddings_are_refused(shape: tuple[int, ...], keywords: dict[str, Any], message: str) -> None:
+    engine = PagedEngine(build("llama"), PagedConfig(num_blocks=16))
+    with pytest.raises(RequestError, match=message):
+        engine.add_request(torch.zeros(shape), **keywords)
