@@ -209,9 +209,8 @@ class RequestResolver:
                     f"A request can't have {name}={getattr(config, name)!r}; call model.generate for it."
                 )
         max_new_tokens = config.max_length - num_prompt_tokens
-        if num_embedded and (
-            config.guidance_scale not in (None, 1) or keywords.get("prompt_logprobs") not in (None, False)
-        ):
+        asks_prompt = config.guidance_scale not in (None, 1) or keywords.get("prompt_logprobs") is not None
+        if num_embedded and asks_prompt:
             raise RequestError("guidance_scale and prompt_logprobs need a prompt of tokens, not of embeddings.")
         if max_new_tokens < 1:
             raise RequestError(

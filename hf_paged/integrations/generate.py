@@ -232,6 +232,8 @@ def _why_stock(
         return "a call without any max_length or max_new_tokens runs stock's loop"
     if call.has_own_positions:
         return "position_ids of one's own need stock's loop"
+    if _prepares_its_own_way(model):
+        return "inputs that are prepared in another way, as PEFT's learned prompts are, need stock's loop"
     shape = input_ids.shape
     known = _KNOWN_INPUTS
     if model_kwargs.get("inputs_embeds") is not None:
@@ -254,6 +256,12 @@ def _why_stock(
 
         return why_stock(model, call.config, input_ids.shape[0], generation_config.get_generation_mode())
     return None
+
+
+def _prepares_its_own_way(model: Any) -> bool:
+    # on the instance; what PEFT puts back there after a call is the class's own
+    own = vars(model).get("prepare_inputs_for_generation")
+    return own is not None and getattr(own, "__func__", None) is not type(model).prepare_inputs_for_generation
 
 
 def _is_sharded(model: Any) -> bool:

@@ -150,7 +150,8 @@ def test_requests_of_embeddings_beside_requests_of_tokens(settings: dict[str, An
             assert output.num_cached_tokens == 0
         for prompt, output in zip(PROMPTS, outputs[len(given) :], strict=True):
             assert_equal_tokens(output.token_ids, solo(model, prompt, max_new_tokens=2 * NEW, **options))
-    assert (engine.stats()["num_preemptions"] > 0) == bool(settings)
+    if "eos_token_id" not in options:
+        assert (engine.stats()["num_preemptions"] > 0) == bool(settings)
 
 
 @pytest.mark.parametrize(
