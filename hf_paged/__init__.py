@@ -18,10 +18,12 @@ from hf_paged.version import __version__
 if TYPE_CHECKING:
     from hf_paged.cache.paged_cache import PagedKVCache
     from hf_paged.engine.engine import PagedEngine
+    from hf_paged.engine.grammar_processor import GrammarProcessor
     from hf_paged.integrations.engines import get_engine, num_fallbacks, release
     from hf_paged.request import RequestOutput, SequenceOutput
 
 __all__ = [
+    "GrammarProcessor",
     "PagedConfig",
     "PagedEngine",
     "PagedKVCache",
@@ -37,6 +39,7 @@ __all__ = [
 
 # Loaded at first use: importing the package should cost little more than importing `generate` does.
 _LAZY = {
+    "GrammarProcessor": "hf_paged.engine.grammar_processor",
     "PagedEngine": "hf_paged.engine.engine",
     "PagedKVCache": "hf_paged.cache.paged_cache",
     "RequestOutput": "hf_paged.request",

@@ -41,6 +41,10 @@ class PackedStepError(PagedError, RuntimeError):
     """A packed step met attention that it can't prove right, so it stopped instead of returning wrong numbers."""
 
 
+class GrammarError(PagedError, RuntimeError):
+    """A request can't go on as its grammar says, because of the vocabulary or of other settings."""
+
+
 class GenerationFailedError(PagedError, RuntimeError):
     """A request ended with `finish_reason="error"`. `__cause__` is what ended it, `outputs` are all of the call's."""
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import enum
 import itertools
 import time
-from collections.abc import Hashable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -191,7 +190,9 @@ class Request:
         num_sequences: sequences that share the prompt (`num_return_sequences`).
         priority: lower runs first.
         cache_salt: only requests with an equal salt share prefix blocks.
-        adapter: what besides the weights decides the K/V of a prompt, such as an adapter and its version.
+        adapter: the name of an adapter, "__base__" for none, None for the model's active ones. Only requests with an
+            equal one share prefix blocks; another version of it is another version of the weights.
+        prompt_embeds: `[prompt, hidden]`, for a prompt whose tokens only count; opaque here.
         sampling: how tokens are chosen and when to stop; opaque here.
         wants_logprobs: outputs carry the log probabilities of generated tokens.
         wants_prompt_logprobs: the whole prompt is computed, so cached prefixes are not used.
@@ -206,7 +207,8 @@ class Request:
         num_sequences: int = 1,
         priority: int = 0,
         cache_salt: str | None = None,
-        adapter: Hashable = None,
+        adapter: str | None = None,
+        prompt_embeds: Any = None,
         sampling: Any = None,
         wants_logprobs: bool = False,
         wants_prompt_logprobs: bool = False,
@@ -218,6 +220,7 @@ class Request:
         self.priority = priority
         self.cache_salt = cache_salt
         self.adapter = adapter
+        self.prompt_embeds = prompt_embeds
         self.sampling = sampling
         self.wants_logprobs = wants_logprobs
         self.wants_prompt_logprobs = wants_prompt_logprobs

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from hf_paged.engine.adapters import hooks_at_rest
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.kernels.swapped import ATTENTION_NAME, swap_in, swap_out
 
@@ -79,7 +80,7 @@ def paged_attention(configs: Sequence[Any], model: torch.nn.Module) -> Iterator[
     """Our attention and evaluation mode inside, everything as it was outside, also after an exception.
 
     Hold the model's lock. Modules in training mode are set to evaluation: dropout would make every step differ, and
-    gradient checkpointing keeps some models from updating their cache at all.
+    gradient checkpointing keeps some models from updating their cache at all. PEFT's hooks for `adapter_names` rest.
     """
     training = [module for module in model.modules() if module.training] if model.training else []
     swapped = []
@@ -89,7 +90,8 @@ def paged_attention(configs: Sequence[Any], model: torch.nn.Module) -> Iterator[
             swapped.append(config)
         for module in training:
             module.training = False
-        yield
+        with hooks_at_rest(model):
+            yield
     finally:
         for module in training:
             module.training = True

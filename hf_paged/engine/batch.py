@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hf_paged.engine.adapter_rows import AdapterRows
+from hf_paged.engine.prompt_embeds import EmbeddedRows, embedded_rows
 from hf_paged.kernels.metadata import AttentionMetadata
 from hf_paged.request import Sequence
 from hf_paged.scheduler.output import ScheduledSequence, SchedulerOutput
@@ -40,6 +42,8 @@ class PackedBatch:
     metadata: tuple[AttentionMetadata, ...]  # one a layer group
     logits_to_keep: torch.Tensor  # [R] int64
     rows: tuple[LogitsRows, ...]
+    adapters: AdapterRows | None = None
+    embeds: EmbeddedRows = ()
 
 
 def pack(output: SchedulerOutput, block_size: int, num_groups: int, device: torch.device) -> PackedBatch:
@@ -80,6 +84,8 @@ def pack(output: SchedulerOutput, block_size: int, num_groups: int, device: torc
         metadata=tuple(metadata),
         logits_to_keep=torch.from_numpy(keep).to(device, non_blocking=True),
         rows=rows,
+        adapters=AdapterRows.of(scheduled, rows, len(keep), device),
+        embeds=embedded_rows(scheduled),
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -24,7 +25,7 @@ from hf_paged.engine.core import EngineCore
 from hf_paged.engine.fair_lock import FairLock
 from hf_paged.engine.params import RequestResolver, spread
 from hf_paged.engine.sizing import engine_blocks
-from hf_paged.engine.unwrap import unwrap_model
+from hf_paged.engine.unwrap import refuse_learned_prompts, unwrap_model
 from hf_paged.errors import CapacityError, EngineClosedError, PagedError, RequestError, UnknownRequestError
 from hf_paged.request import Request, RequestOutput
 
@@ -46,6 +47,7 @@ class PagedEngine:
     """
 
     def __init__(self, model: Any, config: PagedConfig | None = None, tokenizer: Any = None) -> None:
+        refuse_learned_prompts(model)
         model = unwrap_model(model)
         self._setup(lambda: model, PagedConfig.from_any(config), tokenizer)
         core = self.core
@@ -79,11 +81,15 @@ class PagedEngine:
         """Queues a request; its outputs come from `step()`.
 
         Args:
-            prompt: token ids (a list, or a 1-D tensor), or text if the engine has a tokenizer.
+            prompt: token ids (a list, or a 1-D tensor), text if the engine has a tokenizer, or embeddings
+                `[tokens, hidden]`, whose `prompt_token_ids` are zeros.
             **keywords: fields of GenerationConfig, and seed, logit_bias, presence_penalty and frequency_penalty
                 (of generated tokens only), bad_words (text, with and without a space before it), logprobs,
                 prompt_logprobs, cache_salt, priority, request_id, logits_processor, stopping_criteria,
-                generation_config. None switches a field off; one that is absent has the model's default.
+                generation_config, adapter (the name of a LoRA adapter, "__base__" for none; None for the model's
+                active ones), prefix_allowed_tokens_fn (called with 0, or the prompt's index in `generate`),
+                negative_prompt_ids beside guidance_scale, and one of regex, json_schema and ebnf, which the text then
+                matches. None switches a field off; one that is absent has the model's default.
 
         Returns:
             The request's id.
@@ -101,8 +107,16 @@ class PagedEngine:
 
     def _make_request(self, prompt: Any, keywords: Mapping[str, Any]) -> Request:
         self._require_open()
-        token_ids = self._token_ids(prompt)
-        resolved = self._resolver.resolve(self.core.get_model(), len(token_ids), keywords)
+        embeds = self._embeds(prompt) if isinstance(prompt, torch.Tensor) and prompt.is_floating_point() else None
+        if embeds is None:
+            token_ids = self._token_ids(prompt)
+            resolved = self._resolver.resolve(self.core.get_model(), len(token_ids), keywords)
+        else:
+            token_ids = [0] * len(embeds)
+            resolved = self._resolver.resolve(self.core.get_model(), 0, keywords, num_embedded=len(embeds))
+        adapter = keywords.get("adapter")
+        if adapter is not None:
+            self.core.runner.require_adapter(adapter)
         request_id = keywords.get("request_id")
         request = Request(
             self._new_id() if request_id is None else str(request_id),
@@ -110,7 +124,11 @@ class PagedEngine:
             resolved.max_new_tokens,
             num_sequences=resolved.num_sequences,
             priority=resolved.priority,
-            cache_salt=resolved.cache_salt,
+            cache_salt=resolved.cache_salt
+            if embeds is None
+            else uuid.uuid4().hex,  # zeros say nothing about the prompt
+            adapter=adapter,
+            prompt_embeds=embeds,
             sampling=resolved.sampling,
             wants_logprobs=resolved.sampling.num_logprobs is not None,
             wants_prompt_logprobs=resolved.sampling.num_prompt_logprobs is not None,
@@ -149,6 +167,19 @@ class PagedEngine:
                 f"The prompt has token id {wrong}; the model's ids go from 0 to {self.core.vocab_size - 1}."
             )
         return ids.tolist()
+
+    def _embeds(self, prompt: torch.Tensor) -> torch.Tensor:
+        reason = self.core.runner.why_no_embeds()
+        if reason is not None:
+            raise RequestError(f"A prompt can't be embeddings here: {reason}.")
+        width = self.core.get_model().get_input_embeddings().weight.shape[1]
+        if prompt.dim() == 3 and prompt.shape[0] == 1:
+            prompt = prompt[0]
+        if prompt.dim() != 2 or prompt.shape[1] != width or not len(prompt):
+            raise RequestError(
+                f"A prompt of embeddings has shape [tokens, {width}] and at least one token, not {tuple(prompt.shape)}."
+            )
+        return prompt.detach()
 
     def _check_fits(self, request: Request) -> None:
         prompt, new = request.num_prompt_tokens, request.max_new_tokens

@@ -8,14 +8,15 @@ from hf_paged.request import Sequence
 
 
 def history_of(sequence: Sequence, device: torch.device) -> torch.Tensor:
-    """`[1, tokens]` int64 on a device: left padding, prompt, and what was generated so far.
+    """`[1, tokens]` int64 on a device: left padding, prompt if it has tokens, and what was generated so far.
 
     A view of a buffer that grows with the sequence, so a processor must not write to it, as it must not in stock.
     """
     buffers: dict[torch.device, tuple[torch.Tensor | None, int]] = sequence.history or {}
     sequence.history = buffers
     start: tuple[int, ...] = sequence.request.sampling.history_start
-    length = len(start) + sequence.num_tokens
+    skipped = 0 if sequence.request.prompt_embeds is None else sequence.request.num_prompt_tokens
+    length = len(start) + sequence.num_tokens - skipped
     buffer, filled = buffers.get(device, (None, 0))
     # Outside inference mode: whoever drives the next step may not be in it, and must be able to write here.
     with torch.inference_mode(False), torch.no_grad():
@@ -25,7 +26,8 @@ def history_of(sequence: Sequence, device: torch.device) -> torch.Tensor:
                 grown[:filled] = buffer[:filled]
             buffer = grown
         if filled < length:
-            tokens = [*start, *sequence.token_ids] if filled == 0 else sequence.token_ids[filled - len(start) :]
+            known = max(0, filled - len(start)) + skipped
+            tokens = [*(start if filled == 0 else ()), *sequence.token_ids[known:]]
             buffer[filled:length] = torch.tensor(tokens, dtype=torch.int64)
             buffers[device] = (buffer, length)
     return buffer[None, :length]

@@ -16,10 +16,12 @@ from hf_paged.cache.step_cache import StepCache
 from hf_paged.cache.storage import KVSpec, LayerStorage
 from hf_paged.compat import cache_keyword
 from hf_paged.config import QUANTISED_KV_DTYPES, PagedConfig
+from hf_paged.engine.adapters import AdapterSwap
 from hf_paged.engine.attention_swap import model_lock, paged_attention, switchable_configs
 from hf_paged.engine.batch import LogitsRows, PackedBatch, pack
 from hf_paged.engine.by_row import equal_rows, joined, state_rows
 from hf_paged.engine.probe import accepts_logits_to_keep, probe_layout
+from hf_paged.engine.prompt_embeds import embed_inputs, why_no_embeds
 from hf_paged.errors import PackedStepError, UnsupportedModelError
 from hf_paged.fused.swap import FusedSwap
 from hf_paged.kernels.metadata import PackedStep, packed_step
@@ -58,6 +60,9 @@ class ModelRunner:
         self._cache_keyword = cache_keyword(model)
         self.linears = LinearSwap(config.linear_backend)
         self.fused = FusedSwap(config.linear_backend)
+        self.adapters = AdapterSwap()
+        self._embeds_checked = False
+        self._why_no_embeds: str | None = None
         self.look_at_linears()
 
     @staticmethod
@@ -84,6 +89,24 @@ class ModelRunner:
         """Runs a forward of `num_tokens` tokens that touches no pool, to see what a step allocates."""
         with self.lock:
             probe_layout(self._get_model(), self._configs, num_tokens)
+
+    def require_adapter(self, name: str) -> None:
+        """Raises RequestError if a request can't name this adapter."""
+        with self.lock:
+            self.adapters.require(self._get_model(), name, self.probe)
+
+    def why_no_adapters(self) -> str | None:
+        """Why requests can't name an adapter each, or None if they can."""
+        with self.lock:
+            return self.adapters.why_not(self._get_model(), self.probe)
+
+    def why_no_embeds(self) -> str | None:
+        """Why prompts can't be given as embeddings, or None if they can. Found out once."""
+        if not self._embeds_checked:
+            with self.lock:
+                self._why_no_embeds = why_no_embeds(self._get_model(), self.device)
+            self._embeds_checked = True
+        return self._why_no_embeds
 
     def pool_bytes(self, allocator: BlockAllocator, num_blocks: int) -> int:
         """Bytes of a pool of `num_blocks` blocks of full context, all groups together."""
@@ -203,13 +226,21 @@ class ModelRunner:
         model = self._get_model()
         step = PackedStep(self.cache, batch.metadata)
         keeps_logits = self._keeps_logits and num_rows == 1
-        options: dict[str, Any] = {self._cache_keyword: self.cache}
+        inputs: dict[str, Any] = {"input_ids": batch.input_ids.view(num_rows, -1), self._cache_keyword: self.cache}
+        if batch.embeds:
+            inputs["inputs_embeds"] = embed_inputs(model, inputs.pop("input_ids"), batch.embeds)
         if self.takes_positions:
-            options["position_ids"] = batch.position_ids.view(num_rows, -1)
+            inputs["position_ids"] = batch.position_ids.view(num_rows, -1)
         if keeps_logits:
-            options["logits_to_keep"] = batch.logits_to_keep
-        with paged_attention(self._configs, model), self.linears.installed(), self.fused.installed(), packed_step(step):
-            result = model(input_ids=batch.input_ids.view(num_rows, -1), use_cache=True, return_dict=True, **options)
+            inputs["logits_to_keep"] = batch.logits_to_keep
+        with (
+            self.adapters.installed(model, batch.adapters),
+            paged_attention(self._configs, model),
+            self.linears.installed(),
+            self.fused.installed(),
+            packed_step(step),
+        ):
+            result = model(use_cache=True, return_dict=True, **inputs)
         self._check_step(step.updated, step.attended)
         logits: torch.Tensor = result.logits.flatten(0, 1)
         if not keeps_logits:

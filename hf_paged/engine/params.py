@@ -7,7 +7,7 @@ means in `generate`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,8 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation import logits_process
 from transformers.generation import stopping_criteria as stopping
 
+from hf_paged.engine.grammar import GRAMMAR_KEYWORDS, Grammar
+from hf_paged.engine.guidance import GuidanceProcessor
 from hf_paged.engine.logit_bias import LogitBiasProcessor
 from hf_paged.engine.penalties import OutputPenaltyProcessor
 from hf_paged.errors import RequestError, nearest
@@ -31,11 +33,15 @@ REQUEST_KEYWORDS = frozenset(
         "logprobs",
         "prompt_logprobs",
         "cache_salt",
+        "adapter",
         "priority",
         "request_id",
         "logits_processor",
+        "prefix_allowed_tokens_fn",
+        "negative_prompt_ids",
         "stopping_criteria",
         "generation_config",
+        *GRAMMAR_KEYWORDS,
     }
 )
 
@@ -49,6 +55,7 @@ LIST_FIELDS = frozenset(
         "exponential_decay_length_penalty",
         "forced_eos_token_id",
         "logits_processor",
+        "negative_prompt_ids",
         "sequence_bias",
         "stop_strings",
         "stopping_criteria",
@@ -64,7 +71,6 @@ _OTHER_MODES: Mapping[str, Any] = {
     "penalty_alpha": None,
     "dola_layers": None,
     "assistant_early_exit": None,
-    "guidance_scale": 1.0,
     "token_healing": False,
     "output_attentions": False,
     "output_hidden_states": False,
@@ -127,6 +133,7 @@ class SamplingParams:
     num_prompt_logprobs: int | None = None
     history_start: tuple[int, ...] = ()
     is_external: bool = False  # someone outside the engine takes the logits and appends the tokens
+    grammar: Grammar | None = None
     generators: dict[int, torch.Generator] = field(default_factory=dict)
 
     def generator(self, index: int, device: torch.device) -> torch.Generator | None:
@@ -173,8 +180,16 @@ class RequestResolver:
         self._fields = frozenset(name for name in vars(GenerationConfig()) if not name.startswith("_"))
         self._device = model.device if model.device.type != "meta" else torch.device("cpu")
 
-    def resolve(self, model: PreTrainedModel, num_prompt_tokens: int, keywords: Mapping[str, Any]) -> ResolvedRequest:
+    def resolve(
+        self, model: PreTrainedModel, num_prompt_tokens: int, keywords: Mapping[str, Any], num_embedded: int = 0
+    ) -> ResolvedRequest:
         """The request that these keywords ask for.
+
+        Args:
+            model: the one that runs it.
+            num_prompt_tokens: tokens that processors and criteria see before the generated ones.
+            keywords: the caller's.
+            num_embedded: length of a prompt that is embeddings, and has no tokens.
 
         Raises:
             RequestError: an unknown keyword, a contradiction, or a mode that packed requests don't have.
@@ -187,13 +202,16 @@ class RequestResolver:
             known = generation.get("bad_words_ids") or getattr(generation_config, "bad_words_ids", None) or []
             generation["bad_words_ids"] = [*known, *self._bad_words_ids(keywords["bad_words"])]
         _settle_temperature(model, generation_config, generation)
-        config = self._generation_config(model, generation_config, generation, num_prompt_tokens)
+        config = self._generation_config(model, generation_config, generation, num_prompt_tokens, num_embedded)
         for name, neutral in _OTHER_MODES.items():
             if getattr(config, name, None) not in (None, neutral):
                 raise RequestError(
                     f"A request can't have {name}={getattr(config, name)!r}; call model.generate for it."
                 )
         max_new_tokens = config.max_length - num_prompt_tokens
+        asks_prompt = config.guidance_scale not in (None, 1) or keywords.get("prompt_logprobs") is not None
+        if num_embedded and asks_prompt:
+            raise RequestError("guidance_scale and prompt_logprobs need a prompt of tokens, not of embeddings.")
         if max_new_tokens < 1:
             raise RequestError(
                 f"max_length={config.max_length} leaves nothing to generate after a prompt of {num_prompt_tokens} "
@@ -228,6 +246,7 @@ class RequestResolver:
         generation_config: GenerationConfig | None,
         generation: dict[str, Any],
         num_prompt_tokens: int,
+        num_embedded: int,
     ) -> GenerationConfig:
         def unset(name: str) -> bool:
             return (
@@ -239,13 +258,13 @@ class RequestResolver:
         try:
             default_max, default_min = unset("max_length"), unset("min_length")
             config, _ = model._prepare_generation_config(generation_config, **generation)
-            ids = torch.zeros(1, num_prompt_tokens, dtype=torch.int64)
+            ids = torch.zeros(1, num_embedded or num_prompt_tokens, dtype=torch.int64)
             model._prepare_special_tokens(config, True, device=self._device, batch_size=1)
             return model._prepare_generated_length(
                 generation_config=config,
                 has_default_max_length=default_max,
                 has_default_min_length=default_min,
-                model_input_name="input_ids",
+                model_input_name="inputs_embeds" if num_embedded else "input_ids",
                 inputs_tensor=ids,
                 input_ids_length=num_prompt_tokens,
             )
@@ -261,10 +280,12 @@ class RequestResolver:
         presence, frequency = _penalty(keywords, "presence_penalty"), _penalty(keywords, "frequency_penalty")
         if presence or frequency:
             extra.append(OutputPenaltyProcessor(presence, frequency, num_prompt_tokens))
+        scale, config.guidance_scale = config.guidance_scale, None  # stock's processor is for a batch
         try:
             processors = model._get_logits_processor(
                 generation_config=config,
                 input_ids_seq_length=num_prompt_tokens,
+                prefix_allowed_tokens_fn=keywords.get("prefix_allowed_tokens_fn"),
                 logits_processor=extra,
                 device=self._device,
                 model_kwargs={},
@@ -272,20 +293,47 @@ class RequestResolver:
             criteria = self._criteria(model, config, keywords.get("stopping_criteria"))
         except (ValueError, TypeError) as error:
             raise RequestError(str(error)) from error
+        negative = self._negative_ids(keywords.get("negative_prompt_ids"), scale)
+        if scale is not None and scale != 1:
+            if keywords.get("adapter") is not None:
+                raise RequestError(
+                    "guidance_scale uses the model's active adapters, so a request can't name an adapter beside it."
+                )
+            rows = config.num_return_sequences or 1
+            processors.insert(0, GuidanceProcessor(scale, model, num_prompt_tokens, negative, rows))
+        grammar, ends = None, eos_ids(config)
+        rules = {name: keywords[name] for name in GRAMMAR_KEYWORDS if keywords.get(name) is not None}
+        if rules:
+            grammar = Grammar(self._tokenizer, stop_token_ids=sorted(ends), **rules)
+            ends |= set(grammar.stop_token_ids)  # a text that is complete ends, whatever the model's config says
         seed = keywords.get("seed")
         if seed is not None and (not isinstance(seed, int) or not 0 <= seed < 2**64):
             raise RequestError(f"seed must be an integer from 0 to 2**64 - 1, not {seed!r}.")
         return SamplingParams(
             processors=processors,
             criteria=criteria,
-            eos_token_ids=eos_ids(config),
+            eos_token_ids=ends,
             do_sample=bool(config.do_sample),
             # processors that the caller brings are that request's alone, whatever their class
             shared_key=None if extra else shared_key(config, processors),
             seed=seed,
             num_logprobs=_count(keywords, "logprobs", self._vocab_size),
             num_prompt_logprobs=_count(keywords, "prompt_logprobs", self._vocab_size),
+            grammar=grammar,
         )
+
+    def _negative_ids(self, value: Any, scale: float | None) -> list[int] | None:
+        if value is None:
+            return None
+        try:
+            ids: list[int] = torch.as_tensor(value).flatten().tolist()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise RequestError(f"negative_prompt_ids are token ids, not {value!r:.80}.") from error
+        if not ids or any(not isinstance(token, int) or not 0 <= token < self._vocab_size for token in ids):
+            raise RequestError(f"negative_prompt_ids are one or more token ids from 0 to {self._vocab_size - 1}.")
+        if scale is None or scale == 1:
+            raise RequestError("negative_prompt_ids need a guidance_scale other than 1 beside them.")
+        return ids
 
     def _criteria(
         self, model: PreTrainedModel, config: GenerationConfig, own: StoppingCriteriaList | None
@@ -306,6 +354,9 @@ class RequestResolver:
 
 
 def _check_types(keywords: Mapping[str, Any]) -> None:
+    allowed = keywords.get("prefix_allowed_tokens_fn")
+    if allowed is not None and not callable(allowed):
+        raise RequestError(f"prefix_allowed_tokens_fn must be a function of a row and its tokens, not {allowed!r:.80}.")
     salt = keywords.get("cache_salt")
     if salt is not None and not isinstance(salt, str):
         raise RequestError(f"cache_salt must be a string, not {salt!r}.")
@@ -373,4 +424,12 @@ def spread(keywords: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
             raise RequestError(f"{name} has {len(value)} values for {count} prompts; give one value, or one a prompt.")
         for index, options in enumerate(each):
             options[name] = value[index] if is_list else value
+    allowed = keywords.get("prefix_allowed_tokens_fn")
+    if callable(allowed):  # it is called with the prompt's index, as in a batch
+        for index, options in enumerate(each):
+            options["prefix_allowed_tokens_fn"] = _of_row(allowed, index)
     return each
+
+
+def _of_row(allowed: Callable[[int, torch.Tensor], list[int]], row: int) -> Callable[[int, torch.Tensor], list[int]]:
+    return lambda _, tokens: allowed(row, tokens)

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_paged.engine.grammar import mask_scores
 from hf_paged.engine.history import history_of
 from hf_paged.engine.params import SamplingParams
+from hf_paged.errors import GrammarError
 from hf_paged.request import Sequence, TokenLogprobs
 
 
@@ -43,15 +45,35 @@ def choose(rows: list[SamplerRow], logits: torch.Tensor) -> list[Choice]:
     tokens = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
     is_bad = torch.zeros_like(tokens)
     errors: dict[int, Exception] = {}
+    scores = _allowed_by_grammars(rows, logits, errors)
     for members in _groups(rows).values():
-        _choose_group(rows, members, logits, tokens, is_bad, errors)
+        _choose_group(rows, members, scores, tokens, is_bad, errors)
     ids, bad = torch.stack((tokens, is_bad)).tolist()  # wait: the only one of a step
-    for index in [index for index, flag in enumerate(bad) if flag]:
+    for index in [index for index, flag in enumerate(bad) if flag and index not in errors]:
         errors[index] = NonFiniteLogitsError(
             "The model, or a logits processor, gave this request NaN scores or left it no token to draw."
         )
     logprobs = _logprobs(rows, logits, ids)
     return [Choice(ids[index], logprobs.get(index), errors.get(index)) for index in range(len(rows))]
+
+
+def _allowed_by_grammars(rows: list[SamplerRow], logits: torch.Tensor, errors: dict[int, Exception]) -> torch.Tensor:
+    # scores with -inf where a row's grammar doesn't go on; those of rows without a grammar as they are
+    indices, bits = [], []
+    for index, row in enumerate(rows):
+        sequence = row.sequence
+        grammar = sequence.request.sampling.grammar
+        if grammar is not None:
+            try:
+                bits.append(grammar.next_bits(sequence.index, sequence.token_ids[sequence.request.num_prompt_tokens :]))
+                indices.append(index)
+            except GrammarError as error:
+                errors[index] = error
+    if not indices:
+        return logits
+    scores = logits.clone()
+    scores[indices] = mask_scores(logits[indices], bits)
+    return scores
 
 
 def _groups(rows: list[SamplerRow]) -> dict[Hashable, list[int]]:

@@ -28,3 +28,13 @@ def unwrap_model(model: Any) -> PreTrainedModel:
         else:
             break
     raise UnsupportedModelError(f"A {type(model).__name__} is not a Transformers model; pass a PreTrainedModel.")
+
+
+def refuse_learned_prompts(model: Any) -> None:
+    """Raises UnsupportedModelError for PEFT's prompt and prefix tuning: what was learned is in the wrapper alone."""
+    config = getattr(model, "active_peft_config", None) if hasattr(model, "peft_config") else None
+    if getattr(config, "is_prompt_learning", False):
+        raise UnsupportedModelError(
+            f"A PagedEngine doesn't see the learned prompt of {type(config).__name__}, which stands before the model; "
+            "call model.generate for it."
+        )

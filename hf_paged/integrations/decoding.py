@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,8 +24,10 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from hf_paged.compat import CACHE_KEYWORD
 from hf_paged.engine.engine import PagedEngine
 from hf_paged.engine.external import ExternalRows
+from hf_paged.engine.grammar_processor import GrammarProcessor
 from hf_paged.engine.params import ROW_PROCESSORS, SamplingParams, eos_ids, shared_key
 from hf_paged.errors import RequestError
+from hf_paged.integrations.peft import adapters_of_call
 from hf_paged.request import Request
 
 # Processors of a row's own history or length, without state: a row may go through them by itself.
@@ -41,6 +43,8 @@ _HISTORY_PROCESSORS = (
     logits_process.NoRepeatNGramLogitsProcessor,
     logits_process.SequenceBiasLogitsProcessor,
     logits_process.NoBadWordsLogitsProcessor,
+    logits_process.PrefixConstrainedLogitsProcessor,
+    GrammarProcessor,
 )
 
 # New tokens a row that the pool is made for at first; it grows with the rows that last longer. Limits on new tokens are
@@ -62,6 +66,9 @@ class Batch:
     criteria: StoppingCriteriaList
     config: GenerationConfig
     streamer: Any
+    embeds: torch.Tensor | None = (
+        None  # [B, P, hidden]: the prompts, where input_ids have none; the mask is [B, P] then
+    )
 
     @property
     def max_new_tokens(self) -> int:
@@ -79,8 +86,10 @@ class Batch:
         return max(1, self.config.num_return_sequences or 1)
 
     def prompts(self) -> list[list[int]]:
-        """The rows' tokens without padding."""
+        """The rows' tokens without padding; zeros for embeddings."""
         rows: list[list[int]] = self.input_ids.tolist()
+        if self.embeds is not None:
+            rows = [[0] * self.embeds.shape[1]] * len(rows)
         if self.attention_mask is None:
             return rows
         masks = self.attention_mask.bool().tolist()
@@ -92,6 +101,17 @@ class Batch:
             if not row:
                 raise RequestError(f"Row {index} of the batch has no tokens: its attention_mask is all zeros.")
         return kept
+
+    def prompt_embeds(self, row: int) -> torch.Tensor | None:
+        """`[prompt, hidden]`: a row's embeddings without padding; None if it has tokens."""
+        if self.embeds is None or self.attention_mask is None:
+            return None if self.embeds is None else self.embeds[row]
+        return self.embeds[row][self.attention_mask[row].bool()]
+
+
+def with_embeds(batch: Batch, embeds: torch.Tensor | None) -> Batch:
+    """The same batch, with prompts that are embeddings if there are any."""
+    return batch if embeds is None else replace(batch, embeds=embeds.detach())
 
 
 def decode(engine: PagedEngine, batch: Batch) -> Any:
@@ -117,6 +137,7 @@ def _blocks(engine: PagedEngine, batch: Batch, prompts: list[list[int]], num_new
 def _can_go_one_by_one(batch: Batch) -> bool:
     return (
         batch.streamer is None
+        and batch.embeds is None
         and not batch.config.return_dict_in_generate
         and all(type(item) in _HISTORY_PROCESSORS for item in batch.processors)
         and all(type(item) in _ROW_CRITERIA for item in batch.criteria)
@@ -128,15 +149,19 @@ def _can_go_one_by_one(batch: Batch) -> bool:
 
 
 def _in_lockstep(engine: PagedEngine, batch: Batch, prompts: list[list[int]]) -> Any:
+    adapters = adapters_of_call(engine.core.get_model(), len(prompts))
     requests = [
         Request(
             f"generate-{uuid.uuid4().hex}",
             prompt,
             batch.max_new_tokens,
             num_sequences=batch.num_siblings,
+            adapter=adapters[row],
+            prompt_embeds=batch.prompt_embeds(row),
+            cache_salt=None if batch.embeds is None else uuid.uuid4().hex,  # zeros say nothing about the prompt
             sampling=SamplingParams(LogitsProcessorList(), (), frozenset(), False, (), is_external=True),
         )
-        for prompt in prompts[:: batch.num_siblings]
+        for row, prompt in list(enumerate(prompts))[:: batch.num_siblings]
     ]
 
     def reserve(num_new_tokens: int) -> None:
@@ -223,14 +248,16 @@ def _all_rows(found: list[torch.Tensor], active: list[int], num_rows: int, devic
 
 def _one_by_one(engine: PagedEngine, batch: Batch, prompts: list[list[int]]) -> torch.Tensor:
     rows = batch.input_ids.tolist()
+    adapters = adapters_of_call(engine.core.get_model(), len(prompts))
     requests = []
     for index, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
-        processors = LogitsProcessorList(_for_row(processor, index) for processor in batch.processors)
+        processors = LogitsProcessorList(_for_row(processor, index, len(row)) for processor in batch.processors)
         requests.append(
             Request(
                 f"generate-{uuid.uuid4().hex}",
                 prompt,
                 batch.max_new_tokens,
+                adapter=adapters[index],
                 sampling=SamplingParams(
                     processors=processors,
                     criteria=_row_criteria(batch.criteria),
@@ -250,7 +277,12 @@ def _one_by_one(engine: PagedEngine, batch: Batch, prompts: list[list[int]]) -> 
     return torch.cat([batch.input_ids, new], dim=-1)
 
 
-def _for_row(processor: Any, index: int) -> Any:
+def _for_row(processor: Any, index: int, width: int) -> Any:
+    if isinstance(processor, GrammarProcessor):
+        return processor.bound(width)
+    if isinstance(processor, logits_process.PrefixConstrainedLogitsProcessor):
+        allowed = processor._prefix_allowed_tokens_fn
+        return logits_process.PrefixConstrainedLogitsProcessor(lambda _, tokens: allowed(index, tokens), 1)
     # from 5.24 on the repetition penalty holds one padding length a row
     lengths = getattr(processor, "prompt_ignore_length", None)
     if isinstance(lengths, torch.Tensor) and lengths.numel() > 1:

@@ -82,6 +82,10 @@ def _take_request(
         return args, kwargs, None
     value = _setting("cache_config", model, given, kwargs)
     config = None if value is None else PagedConfig.from_any(value)
+    if isinstance(kwargs.get("streamer"), list | tuple):
+        from hf_paged.integrations.row_streamers import RowStreamers
+
+        kwargs["streamer"] = RowStreamers(kwargs["streamer"], kwargs.get("attention_mask"))
     kwargs = {name: item for name, item in kwargs.items() if name not in ("cache_implementation", "cache_config")}
     if given is not None and (given.cache_implementation is not None or given.cache_config is not None):
         given = copy.copy(given)
@@ -163,12 +167,17 @@ def _sample(
     **model_kwargs: Any,
 ) -> Any:
     call = _current(model)
+    if call is not None and streamer is not None:
+        from hf_paged.integrations.row_streamers import RowStreamers
+
+        if isinstance(streamer, RowStreamers):
+            stopping_criteria = streamer.watched(stopping_criteria, input_ids.shape[1])
     if call is not None:
         reason = _why_stock(model, call, input_ids, stopping_criteria, generation_config, synced_gpus, model_kwargs)
         prepare_cache = functools.partial(_give_paged_cache, _originals["_prepare_cache_for_generation"])
         if reason is None:
             from hf_paged.errors import UnsupportedModelError
-            from hf_paged.integrations.decoding import Batch, decode
+            from hf_paged.integrations.decoding import Batch, decode, with_embeds
             from hf_paged.integrations.engines import engine_for
 
             try:
@@ -179,6 +188,7 @@ def _sample(
             else:
                 mask = model_kwargs.get("attention_mask")
                 batch = Batch(input_ids, mask, logits_processor, stopping_criteria, generation_config, streamer)
+                batch = with_embeds(batch, model_kwargs.get("inputs_embeds"))
                 limit = engine.core.frequency_limit
                 if limit is None or stopping_criteria.max_length <= limit:
                     return decode(engine, batch)
@@ -222,15 +232,36 @@ def _why_stock(
         return "a call without any max_length or max_new_tokens runs stock's loop"
     if call.has_own_positions:
         return "position_ids of one's own need stock's loop"
-    extra = sorted(name for name, value in model_kwargs.items() if value is not None and name not in _KNOWN_INPUTS)
+    if _prepares_its_own_way(model):
+        return "inputs that are prepared in another way, as PEFT's learned prompts are, need stock's loop"
+    shape = input_ids.shape
+    known = _KNOWN_INPUTS
+    if model_kwargs.get("inputs_embeds") is not None:
+        from hf_paged.integrations import embeds
+
+        reason = embeds.why_stock(model, call.config, input_ids, stopping_criteria, generation_config, model_kwargs)
+        if reason is not None:
+            return reason
+        shape, known = model_kwargs["inputs_embeds"].shape[:2], known | {"inputs_embeds"}
+    extra = sorted(name for name, value in model_kwargs.items() if value is not None and name not in known)
     if extra:
         return f"{', '.join(extra)} {'needs' if len(extra) == 1 else 'need'} stock's loop"
     mask = model_kwargs.get("attention_mask")
-    if mask is not None and mask.shape != input_ids.shape:
+    if mask is not None and mask.shape != shape:
         return "an attention_mask of another shape than input_ids needs stock's loop"
     if mask is not None and bool((mask.diff(dim=-1) < 0).any()):
         return "a mask that hides tokens inside or behind the prompt needs stock's loop"
+    if getattr(model, "peft_config", None) is not None:
+        from hf_paged.integrations.peft import why_stock
+
+        return why_stock(model, call.config, input_ids.shape[0], generation_config.get_generation_mode())
     return None
+
+
+def _prepares_its_own_way(model: Any) -> bool:
+    # on the instance; what PEFT puts back there after a call is the class's own
+    own = vars(model).get("prepare_inputs_for_generation")
+    return own is not None and getattr(own, "__func__", None) is not type(model).prepare_inputs_for_generation
 
 
 def _is_sharded(model: Any) -> bool:

@@ -104,6 +104,31 @@ def test_temperature_zero_is_greedy_also_where_the_model_samples_by_default() ->
         assert_equal_tokens(output.token_ids, tokens)
 
 
+def test_temperature_zero_stands_beside_requests_that_sample() -> None:
+    engine = _engine()
+    temperatures = [0, 1.3, 0.0, 0.7, 0, 1.0]
+    outputs = engine.generate(
+        PROMPTS, max_new_tokens=NEW, do_sample=True, temperature=temperatures, seed=list(range(len(PROMPTS)))
+    )
+    for prompt, temperature, output in zip(PROMPTS, temperatures, outputs, strict=True):
+        if temperature == 0:
+            assert_equal_tokens(output.token_ids, solo(build("llama"), prompt, max_new_tokens=NEW))
+    sampled = engine.generate(PROMPTS[:2], max_new_tokens=NEW, do_sample=True, temperature=[1.3, 0], seed=[9, 9])
+    assert_equal_tokens(sampled[1].token_ids, solo(build("llama"), PROMPTS[1], max_new_tokens=NEW))
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"temperature": 0.0, "do_sample": True}], ids=str)
+def test_temperature_zero_in_generate_is_what_it_is_in_stock(options: dict[str, Any]) -> None:
+    ids = torch.tensor([PROMPTS[0]])
+    results: list[Any] = []
+    for more in ({}, {"cache_implementation": "paged"}):
+        try:
+            results.append(build("llama").generate(ids, max_new_tokens=NEW, **options, **more).tolist())
+        except ValueError as error:
+            results.append(str(error))
+    assert results[0] == results[1]
+
+
 def test_a_temperature_that_would_do_nothing_is_refused() -> None:
     with pytest.raises(RequestError, match="do_sample=True"):
         _engine().add_request(PROMPTS[0], temperature=0.5)
@@ -119,6 +144,17 @@ def test_logit_bias_bans_and_forces() -> None:
     for bad in ({VOCAB_SIZE: 1}, {"x": 1}, [1, 2]):
         with pytest.raises(RequestError, match="logit_bias"):
             engine.add_request(PROMPTS[0], logit_bias=bad)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "seed": 3, "temperature": 2.0}], ids=str)
+def test_a_banned_token_never_appears_and_a_bias_is_what_is_added(sampling: dict[str, Any]) -> None:
+    model, bias = build("llama"), {5: -100, "17": 4.5, 44: -2}
+    outputs = _engine().generate(PROMPTS * 4, max_new_tokens=20, logit_bias=bias, **sampling)
+    assert all(5 not in output.token_ids for output in outputs)
+    if not sampling:
+        stock = {(5,): -100.0, (17,): 4.5, (44,): -2.0}
+        for prompt, output in zip(PROMPTS, outputs, strict=False):
+            assert_equal_tokens(output.token_ids, solo(model, prompt, max_new_tokens=20, sequence_bias=stock))
 
 
 def test_logprobs_are_the_models_own_whatever_is_sampled() -> None:

@@ -42,8 +42,7 @@ def _say_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _both(model: Any, **options: Any) -> tuple[Any, Any]:
     keywords = {**OPTIONS, **options}
-    ids = {} if "inputs_embeds" in keywords else {"input_ids": IDS}
-    return model.generate(**ids, **keywords), model.generate(**ids, **keywords, cache_implementation="paged")
+    return model.generate(IDS, **keywords), model.generate(IDS, **keywords, cache_implementation="paged")
 
 
 @pytest.fixture
@@ -63,7 +62,6 @@ def _one_rank() -> Iterator[None]:
         ({"prompt_lookup_num_tokens": 2}, "assisted_generation"),
         ({"synced_gpus": True}, "synced_gpus"),
         ({"position_ids": MASK.cumsum(-1).sub(1).clamp_min(0)}, "position_ids"),
-        ({"inputs_embeds": torch.zeros(0)}, "inputs_embeds"),
         ({"assistant_model": None}, ""),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -72,8 +70,6 @@ def test_a_mode_that_needs_stocks_loop_gets_it_and_says_so_once(
     options: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = fresh("llama")
-    if "inputs_embeds" in options:
-        options = {"inputs_embeds": model.get_input_embeddings()(IDS).detach()}
     if "prompt_lookup_num_tokens" in options:
         options = {**options, "attention_mask": MASK[-1:], "one row": True}
     if "assistant_model" in options:

@@ -1,0 +1,37 @@
+"""`generate(inputs_embeds=...)`: prompts that are embeddings, and tokens after them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hf_paged.config import PagedConfig
+from hf_paged.errors import UnsupportedModelError
+
+
+def why_stock(
+    model: Any,
+    config: PagedConfig | None,
+    input_ids: torch.Tensor,
+    stopping_criteria: Any,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+) -> str | None:
+    """Why the engine can't take the embeddings of this call, or None if it can."""
+    embeds = model_kwargs["inputs_embeds"]
+    if input_ids.shape[1]:
+        return "inputs_embeds beside input_ids need stock's loop"
+    if generation_config.get_generation_mode() not in ("sample", "greedy_search"):
+        return "inputs_embeds with beams or an assistant need stock's loop"
+    from hf_paged.integrations.engines import engine_for
+
+    try:
+        engine = engine_for(model, config)
+    except UnsupportedModelError:  # it will be found out again, and said
+        return None
+    limit = engine.core.frequency_limit
+    if limit is not None and embeds.shape[1] + stopping_criteria.max_length > limit:
+        return f"rotary frequencies that change past position {limit} need stock's loop"
+    reason = engine.core.runner.why_no_embeds()
+    return None if reason is None else f"inputs_embeds need stock's loop: {reason}"
