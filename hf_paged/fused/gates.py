@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,14 +31,14 @@ class GateForward:
         """The feed-forward module, while it lives."""
         return self._module()
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """As the module's own: `[..., hidden]` to `[..., hidden]`."""
+    def __call__(self, x: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
+        """As the module's own: `[..., hidden]` to `[..., hidden]`. What is given more than x is for stock."""
         module = self._module()
         assert module is not None
         scope, modules = self._scope, module._modules
         act = modules["act_fn"]
-        if not scope.takes(x) or act is None or _has_hooks(act):
-            result: torch.Tensor = self._stock(module, x)
+        if others or options or not scope.takes(x) or act is None or _has_hooks(act):
+            result: torch.Tensor = self._stock(module, x, *others, **options)
             return result
         gate, up = modules["gate_proj"](x), modules["up_proj"](x)  # type: ignore[misc]
         if scope.takes(gate, up) and gate.shape == up.shape and gate.is_contiguous() and up.is_contiguous():

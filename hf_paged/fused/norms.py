@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,21 +30,23 @@ class NormForward:
         """The norm, while it lives."""
         return self._module()
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """As the norm's own: `[..., n]` to `[..., n]`."""
+    def __call__(self, x: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
+        """As the norm's own: `[..., n]` to `[..., n]`. What is given more than x, a gate for one, is for stock."""
         module = self._module()
         assert module is not None
         weight = module._parameters["weight"]
         scope = self._scope
         if (
-            weight is None
+            others
+            or options
+            or weight is None
             or not scope.takes(x)
             or weight.dtype is not torch.float32
             or not weight.is_cpu
             or not (x.is_contiguous() and weight.is_contiguous())
             or x.shape[-1:] != weight.shape
         ):
-            result: torch.Tensor = self._stock(module, x)
+            result: torch.Tensor = self._stock(module, x, *others, **options)
             return result
         scope.num_calls += 1
         return scope.kernels.rms_norm(x, weight, self._eps, self._adds_one, scope.num_threads)

@@ -84,6 +84,24 @@ def test_a_norm_that_computes_something_else_is_left_alone() -> None:
     assert swap.num_calls == plain.num_calls - 1
 
 
+def test_a_norm_that_is_given_a_gate_runs_as_it_is() -> None:
+    class GatedRMSNorm(modeling_llama.LlamaRMSNorm):  # type: ignore[misc]
+        def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+            return super().forward(hidden_states if gate is None else hidden_states * gate)
+
+    model = fresh("llama")
+    norm = model.model.norm
+    norm.__class__ = GatedRMSNorm
+    swap = _swap(model)
+    x, gate = torch.randn(1, 3, model.config.hidden_size), torch.randn(1, 3, model.config.hidden_size)
+    with torch.no_grad():
+        expected = [norm(x), norm(x, gate), norm(x, gate=gate)]
+        with swap.installed():
+            found = [norm(x), norm(x, gate), norm(x, gate=gate)]
+    torch.testing.assert_close(found, expected)
+    assert swap.num_calls == 1
+
+
 def test_a_feed_forward_that_computes_something_else_is_left_alone() -> None:
     class ScaledMLP(modeling_llama.LlamaMLP):  # type: ignore[misc]
         def forward(self, x: torch.Tensor) -> torch.Tensor:
