@@ -102,6 +102,24 @@ def test_a_norm_that_is_given_a_gate_runs_as_it_is() -> None:
     assert swap.num_calls == 1
 
 
+def test_modules_that_want_something_else_are_left_alone() -> None:
+    class NeedyRMSNorm(modeling_llama.LlamaRMSNorm):  # type: ignore[misc]
+        def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+            return super().forward(hidden_states) * gate.sigmoid()  # type: ignore[union-attr]
+
+    class NeedyMLP(modeling_llama.LlamaMLP):  # type: ignore[misc]
+        def forward(self, x: torch.Tensor, weights: dict[str, float] | None = None) -> torch.Tensor:
+            return super().forward(x) * weights["of this layer"]  # type: ignore[index]
+
+    model = fresh("llama")
+    plain = _swap(model)
+    _inside(plain, model)
+    model.needy = nn.ModuleList([NeedyRMSNorm(8), NeedyMLP(model.config)])
+    swap = _swap(model)
+    _inside(swap, model)
+    assert swap.num_calls == plain.num_calls
+
+
 def test_a_feed_forward_that_computes_something_else_is_left_alone() -> None:
     class ScaledMLP(modeling_llama.LlamaMLP):  # type: ignore[misc]
         def forward(self, x: torch.Tensor) -> torch.Tensor:
