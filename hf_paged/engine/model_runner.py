@@ -227,8 +227,6 @@ class ModelRunner:
         step = PackedStep(self.cache, batch.metadata)
         keeps_logits = self._keeps_logits and num_rows == 1
         inputs: dict[str, Any] = {"input_ids": batch.input_ids.view(num_rows, -1), self._cache_keyword: self.cache}
-        if batch.embeds:
-            inputs["inputs_embeds"] = embed_inputs(model, inputs.pop("input_ids"), batch.embeds)
         if self.takes_positions:
             inputs["position_ids"] = batch.position_ids.view(num_rows, -1)
         if keeps_logits:
@@ -240,6 +238,8 @@ class ModelRunner:
             self.fused.installed(),
             packed_step(step),
         ):
+            if batch.embeds:  # here, where the embedding layer has its rows' adapters
+                inputs["inputs_embeds"] = embed_inputs(model, inputs.pop("input_ids"), batch.embeds)
             result = model(use_cache=True, return_dict=True, **inputs)
         self._check_step(step.updated, step.attended)
         logits: torch.Tensor = result.logits.flatten(0, 1)

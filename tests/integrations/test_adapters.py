@@ -149,6 +149,19 @@ def test_sequences_and_logprobs_of_a_request_are_its_adapters() -> None:
         )
 
 
+def test_a_prompt_of_embeddings_stands_beside_other_adapters_tokens() -> None:
+    model = _adapted()
+    embeds = torch.randn(5, 64, generator=torch.Generator().manual_seed(6))
+    found = _engine(model).generate(
+        [PROMPTS[0], embeds, PROMPTS[1]], max_new_tokens=NEW, adapter=["two", "one", "wide"]
+    )
+    assert_equal_tokens(found[0].token_ids, _alone(model, PROMPTS[0], "two"))
+    assert_equal_tokens(found[2].token_ids, _alone(model, PROMPTS[1], "wide"))
+    model.set_adapter("one")
+    expected = model.generate(inputs_embeds=embeds[None], **{**OPTIONS, "attention_mask": torch.ones(1, 5)})
+    assert_equal_tokens(found[1].token_ids, expected[0].tolist())
+
+
 @pytest.mark.parametrize(
     ("adapter", "message"), [("tow", "did you mean 'two'"), (3, "no adapter 3"), ("", "no adapter ''")]
 )
