@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from hf_paged import PagedConfig, PagedEngine, get_engine, num_fallbacks
 from hf_paged.errors import RequestError, UnsupportedModelError
 from hf_paged.integrations import generate as hook
+from tests import families
 from tests.oracle import assert_equal_batches, assert_equal_tokens, left_pad, ragged_prompts
 from tests.zoo import PAD_TOKEN_ID, fresh
 
@@ -96,6 +98,22 @@ def test_requests_of_several_adapters_run_in_one_batch(name: str, settings: dict
         engine.check()
     if "num_blocks" in settings:
         assert engine.stats()["num_preemptions"] > 0
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1"])
+def test_models_that_run_a_row_a_sequence_take_adapters_too(name: str) -> None:
+    lora = _lora("llama", target_modules=["q_proj", "v_proj", "o_proj", "up_proj"])
+    model = peft.get_peft_model(copy.deepcopy(families.build(name)), lora, adapter_name="one")
+    model.add_adapter("two", lora)
+    for seed, adapter in enumerate(("one", "two")):
+        _draw(model, adapter, seed)
+    names = ["one", BASE, "two", "one", "two", "two"]
+    engine = _engine(model.eval(), max_batch_tokens=12)
+    assert engine.mode == "by row"
+    for prompt, adapter, output in zip(
+        PROMPTS, names, engine.generate(PROMPTS, max_new_tokens=NEW, adapter=names), strict=True
+    ):
+        assert_equal_tokens(output.token_ids, _alone(model, prompt, adapter), adapter)
 
 
 def test_equal_prompts_of_different_adapters_share_no_prefix() -> None:
