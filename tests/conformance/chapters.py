@@ -7,7 +7,7 @@ from dataclasses import dataclass
 GENERATES = "(generate or beam or sample or assisted or cache)"
 # Minutes each: torch.compile and exports, asked for with a static cache, which isn't ours; statistics of watermarks,
 # which call no generate.
-LONG = "(compile or compilation or no_recompile or distributional_convergence or bias_uniformity)"
+LONG = "(compile or compilation or no_recompile or synthidtext)"
 
 GENERAL = (
     "tests/generation/test_stopping_criteria.py",

@@ -14,6 +14,8 @@ WHENS = ("skipped", "stock", "paged")
 
 Outcome = Mapping[str, Any]
 
+_MODEL_CLASS = re.compile(r"(<class ')?([a-z_0-9]+\.)*\b[A-Z]\w*(Model|For[A-Z]\w+|LMHead\w*)\b('>)?")
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -105,5 +107,6 @@ def _error_type(outcome: Outcome) -> str:
 
 
 def _first_line(outcome: Outcome) -> str:
-    lines = str(outcome["error"]).strip().splitlines()
-    return lines[0][:200] if lines else "no message"
+    lines = str(outcome["error"]).strip().removeprefix("Skipped: ").splitlines()
+    # one reason for all families: it names the model's class, or the repr of it
+    return _MODEL_CLASS.sub("the model", lines[0])[:200] if lines else "no message"
