@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.conformance.chapters import chapters
 from tests.conformance.verdicts import Outcome, Rule, Verdict
 
 HERE = Path(__file__).resolve().parent
@@ -72,6 +73,8 @@ def _section(result: Result) -> list[str]:
         "",
         f"Tests: {result['checkout']}. torch {result['torch']}, {result['device']}, no hub.",
         "",
+        _left_out(result),
+        "",
         f"**{totals['passed']} passed, {totals['failed']} failed, {totals['not applicable']} not applicable.**",
         "",
         "| file | passed | failed | not applicable | calls on the engine | in stock's loop | own cache |",
@@ -93,6 +96,14 @@ def _section(result: Result) -> list[str]:
             lines += ["", f"{title}:", "", "| tests | reason |", "|---:|---|"]
             lines += [f"| {count} | {_cell(reason)} |" for reason, count in sorted(groups.items(), key=_by_count)]
     return [*lines, ""]
+
+
+def _left_out(result: Result) -> str:
+    run = {entry["file"] for entry in result["files"]}
+    listed = [file for chapter in chapters(with_long=True) for file in chapter.files]
+    missing = [file.removeprefix("tests/") for file in listed if file not in run]
+    long = "" if result["long tests"] else "tests that take minutes each (torch.compile, statistics of watermarks)"
+    return f"Not run: {', '.join(filter(None, [long, *missing])) or 'nothing'}."
 
 
 def _ways(entry: Mapping[str, Any]) -> str:
