@@ -102,8 +102,8 @@ class ExternalRows:
                 if not sequences[row].is_finished:
                     self._core.finish(sequences[row], "stop", None)
 
-    def copy(self) -> Cache | None:
-        """The K and V of all rows as a cache of their own; None if one of them was preempted."""
+    def copy(self, width: int) -> Cache | None:
+        """The K and V of all rows as a cache of their own, `width` tokens a row; None if one of them was preempted."""
         with self._engine.lock:
             pool = self._core.runner.cache
-            return None if pool is None else copy_rows(pool, self._core.get_model().config, self._sequences())
+            return None if pool is None else copy_rows(pool, self._core.get_model().config, self._sequences(), width)

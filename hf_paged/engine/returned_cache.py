@@ -22,13 +22,14 @@ from hf_paged.kernels.quantise import dequantise, raw_bytes
 from hf_paged.request import Sequence, SequenceState
 
 
-def copy_rows(pool: StepCache, config: Any, sequences: SequenceOf[Sequence]) -> Cache | None:
+def copy_rows(pool: StepCache, config: Any, sequences: SequenceOf[Sequence], width: int) -> Cache | None:
     """A cache of its own with the K and V of running sequences: a PagedKVCache, or stock's where there are states too.
 
     Args:
         pool: the engine's cache.
         config: the model's config.
         sequences: the rows, all computed up to their last token but one.
+        width: tokens a row, left padding included, as the next call's attention_mask counts them.
 
     Returns:
         The cache; None if a row was preempted meanwhile, so that its K and V are gone.
@@ -37,7 +38,6 @@ def copy_rows(pool: StepCache, config: Any, sequences: SequenceOf[Sequence]) -> 
         return None
     storages = [pool.storages[index] for index in sorted(pool.storages)]
     block_size = storages[0].block_size if storages else 1
-    width = max(sequence.num_computed_tokens for sequence in sequences)
     num_groups = len(pool.layout.groups) - bool(pool.layout.states)
     slots = [_slots(sequences, group, width, block_size) for group in range(num_groups)]
     cache: Cache = PagedKVCache(config, block_size=block_size)

@@ -222,7 +222,9 @@ def _lockstep_rounds(rows: ExternalRows, batch: Batch, reserve: Callable[[int], 
         batch.streamer.end()
     if not config.return_dict_in_generate:
         return input_ids
-    cache = rows.copy()
+    prompt = batch.input_ids if batch.embeds is None else batch.embeds
+    num_generated = input_ids.shape[1] - batch.input_ids.shape[1]
+    cache = rows.copy(prompt.shape[1] + num_generated - 1)  # the last token isn't computed yet
     if cache is None:
         logger.warning("A row was preempted, so this call returns no cache; give the cache_config more num_blocks.")
     return GenerateDecoderOnlyOutput(

@@ -95,16 +95,22 @@ def test_a_mode_that_needs_stocks_loop_gets_it_and_says_so_once(
     assert engine.stats()["num_fallbacks"] == 2
 
 
-def test_continuing_from_a_returned_cache() -> None:
+@pytest.mark.parametrize("num_common", [0, 3])
+def test_continuing_from_a_returned_cache(num_common: int) -> None:
+    # padding that all rows have in common counts, too: the next call's mask has columns for it
     model = fresh("llama")
-    outs = []
+    prompt = torch.nn.functional.pad(IDS, (num_common, 0), value=PAD_TOKEN_ID)
+    padded = torch.nn.functional.pad(MASK, (num_common, 0))
+    outs, lengths = [], []
     for more in ({}, {"cache_implementation": "paged"}):
-        first = model.generate(IDS, **OPTIONS, **more, return_dict_in_generate=True)
+        first = model.generate(prompt, **{**OPTIONS, "attention_mask": padded}, **more, return_dict_in_generate=True)
         ids = torch.cat([first.sequences, torch.full((len(IDS), 2), 9)], -1)
-        mask = torch.cat([MASK, torch.ones(len(IDS), ids.shape[1] - MASK.shape[1], dtype=MASK.dtype)], -1)
+        mask = torch.cat([padded, torch.ones(len(IDS), ids.shape[1] - padded.shape[1], dtype=MASK.dtype)], -1)
+        lengths.append(first[CACHE_KEYWORD].get_seq_length())
         keywords = {**OPTIONS, "attention_mask": mask, CACHE_KEYWORD: first[CACHE_KEYWORD]}
         outs.append(model.generate(ids, **keywords, **more))
     assert_equal_batches(outs[1], outs[0])
+    assert lengths[1] == lengths[0] == prompt.shape[1] + NEW - 1
 
 
 def _alibi() -> Any:

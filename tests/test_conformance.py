@@ -1,0 +1,155 @@
+"""The judge itself: what its verdicts are made of, and that the committed table has no unexplained failure."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conformance.chapters import Chapter, chapters
+from tests.conformance.children import read, run_chapter
+from tests.conformance.report import PAGE, file_result, load_results, render
+from tests.conformance.verdicts import Rule, judge, load_rules, stale
+
+RULE = Rule("shapes", "paged", "test_shape", "!= torch.Size", "the shape is another one")
+SKIP = Rule("slow", "skipped", "", "is slow", "is slow")
+
+
+def _outcome(kind: str, error: str = "", name: str = "a.py::test_shape") -> dict[str, Any]:
+    return {"id": name, "outcome": kind, "error": error}
+
+
+@pytest.mark.parametrize(
+    ("paged", "stock", "kind", "rule"),
+    [
+        (_outcome("passed"), None, "passed", ""),
+        (_outcome("failed", "AssertionError: 1"), None, "failed", ""),  # never without the comparison
+        (_outcome("failed", "AssertionError: 1"), _outcome("passed"), "failed", ""),
+        (_outcome("failed", "OSError: hub"), _outcome("failed", "OSError: hub"), "not applicable", ""),
+        (_outcome("failed", "AssertionError: 1"), _outcome("failed", "OSError: hub"), "failed", ""),
+        (_outcome("skipped", "test is slow"), _outcome("skipped", "test is slow"), "not applicable", "slow"),
+        (_outcome("skipped", "no reason of stock's"), _outcome("passed"), "failed", ""),
+        (_outcome("failed", "3 != torch.Size"), _outcome("passed"), "not applicable", "shapes"),
+        (_outcome("failed", "something else"), _outcome("passed"), "failed", ""),
+        (_outcome("failed", "3 != torch.Size", "a.py::test_other"), _outcome("passed"), "failed", ""),
+    ],
+)
+def test_verdicts(paged: dict[str, Any], stock: dict[str, Any] | None, kind: str, rule: str) -> None:
+    verdict = judge(paged, stock, [RULE, SKIP])
+    assert (verdict.kind, verdict.rule) == (kind, rule)
+    assert bool(verdict.reason) == (kind != "passed")
+
+
+def test_a_rule_that_explains_nothing_is_named() -> None:
+    verdict = judge(_outcome("skipped", "test is slow"), _outcome("skipped", "test is slow"), [RULE, SKIP])
+    assert stale([RULE, SKIP], [verdict]) == ["shapes"]
+
+
+def test_a_rule_that_would_hide_everything_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rules.json"
+    path.write_text(json.dumps([{"name": "all", "when": "paged", "tests": "", "error": "", "reason": "any"}]))
+    with pytest.raises(ValueError, match="must name the tests and the error"):
+        load_rules(path)
+
+
+CHECKOUT_TEST = """
+import os
+import unittest
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.cache_utils import DynamicCache
+import torch
+
+def model():
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, eos_token_id=None, pad_token_id=0)).eval()
+
+class SomeTest(unittest.TestCase):
+    def test_plain(self):
+        self.assertEqual(model().generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=2).shape, (1, 5))
+
+    def test_own_cache(self):
+        model().generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=2, cache_implementation="dynamic")
+
+    def test_asserts_the_class_of_the_cache(self):
+        out = model().generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=2, return_dict_in_generate=True)
+        self.assertIs(type(out.past_key_values), DynamicCache)
+
+    def test_fails_anyway(self):
+        self.fail("always")
+
+    def test_skips(self):
+        self.skipTest("test is slow")
+
+    def test_takes_the_process_down(self):
+        os._exit(7)
+
+    def test_draws(self):
+        print("drawn", torch.rand(1).item())
+"""
+
+
+@pytest.mark.slow
+def test_a_checkout_is_run_with_and_without(tmp_path: Path) -> None:
+    folder = tmp_path / "tests"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "test_some.py").write_text(CHECKOUT_TEST)
+    chapter = Chapter("some", ("tests/test_some.py", "tests/test_not_there.py"), "not nothing")
+    paged = run_chapter(tmp_path, chapter, tmp_path / "paged.jsonl", is_paged=True, timeout=60)
+    names = {name.rsplit("::", 1)[1]: name for name in paged}
+    again = [names["test_asserts_the_class_of_the_cache"], names["test_fails_anyway"], names["test_skips"]]
+    stock = run_chapter(tmp_path, chapter, tmp_path / "stock.jsonl", is_paged=False, only=again, timeout=60)
+
+    assert {name: paged[test]["outcome"] for name, test in names.items()} == {
+        "test_plain": "passed",
+        "test_own_cache": "passed",
+        "test_asserts_the_class_of_the_cache": "failed",
+        "test_fails_anyway": "failed",
+        "test_skips": "skipped",
+        "test_takes_the_process_down": "failed",
+        "test_draws": "passed",
+    }
+    assert paged[names["test_plain"]]["calls"] == {"engine": 1}
+    assert paged[names["test_own_cache"]]["calls"] == {"names its own cache": 1}
+    assert "ended with 7" in paged[names["test_takes_the_process_down"]]["error"]
+    assert "always" in paged[names["test_fails_anyway"]]["error"]
+    assert set(stock) == set(again)
+    assert stock[names["test_asserts_the_class_of_the_cache"]]["outcome"] == "passed"
+
+    rules = [Rule("class", "paged", "class_of_the_cache", "PagedKVCache", "asserts the class of the cache")]
+    judged = [judge(outcome, stock.get(name), rules) for name, outcome in paged.items()]
+    result = file_result("tests/test_some.py", judged, paged)
+    assert (result["passed"], result["failed"], result["not applicable"]) == (3, 1, 3)  # the crash has no comparison
+    assert result["reasons"]["asserts the class of the cache"]["tests"] == [
+        "SomeTest::test_asserts_the_class_of_the_cache"
+    ]
+    # a finished log is not run again
+    before = (tmp_path / "paged.jsonl").read_text()
+    assert run_chapter(tmp_path, chapter, tmp_path / "paged.jsonl", is_paged=True, timeout=60) == paged
+    assert (tmp_path / "paged.jsonl").read_text() == before
+    assert len(read(tmp_path / "paged.jsonl")[1]) == 7
+
+
+def test_the_committed_table() -> None:
+    """Not one unexplained failure, no stale rule, and a page that is what the data say."""
+    results, rules = load_results(), load_rules()
+    assert results
+    unexplained = [
+        f"{result['transformers']}: {file['file']}: {reason}"
+        for result in results
+        for file in result["files"]
+        for reason, entry in file["reasons"].items()
+        if entry["kind"] == "failed"
+    ]
+    assert unexplained == []
+    used = {entry["rule"] for result in results for file in result["files"] for entry in file["reasons"].values()}
+    assert [rule.name for rule in rules if rule.name not in used] == []
+    assert PAGE.read_text(encoding="utf-8") == render(results, rules)
+
+
+def test_every_file_is_in_one_chapter() -> None:
+    files = [file for chapter in chapters(with_long=True) for file in chapter.files]
+    assert len(files) == len(set(files))
