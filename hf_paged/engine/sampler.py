@@ -98,7 +98,10 @@ def _allowed_by_grammars(
 
 
 def process(rows: SequenceOf[SamplerRow], logits: torch.Tensor, errors: dict[int, Exception]) -> torch.Tensor:
-    """What the rows' grammars and processors make of `logits` [R, vocab], which are not changed; `errors` gets what they raise."""
+    """What the rows' grammars and processors make of `logits` [R, vocab], which are not changed.
+
+    `errors` gets what they raise, by row.
+    """
     scores = logits = _allowed_by_grammars(rows, logits, errors)
     for members in _groups(rows).values():
         row = rows[members[0]]

@@ -171,11 +171,7 @@ def _sample(
     **model_kwargs: Any,
 ) -> Any:
     if _current(model) is not None:
-        if streamer is not None:
-            from hf_paged.integrations.row_streamers import RowStreamers
-
-            if isinstance(streamer, RowStreamers):
-                stopping_criteria = streamer.watched(stopping_criteria, input_ids.shape[1])
+        stopping_criteria = _watched(streamer, stopping_criteria, input_ids)
         engine = _engine(model, input_ids, stopping_criteria, generation_config, synced_gpus, model_kwargs)
         if engine is not None:
             from hf_paged.integrations.decoding import Batch, decode, with_embeds
@@ -211,6 +207,7 @@ def _assisted_decoding(
         from hf_paged.integrations import assisted
         from hf_paged.integrations.decoding import Batch
 
+        stopping_criteria = _watched(streamer, stopping_criteria, input_ids)
         mask = kwargs.get("attention_mask")
         batch = Batch(input_ids, mask, logits_processor, stopping_criteria, generation_config, streamer)
         model_kwargs = {name: value for name, value in kwargs.items() if name not in assisted.KEYWORDS}
@@ -240,6 +237,17 @@ def _assisted_decoding(
         assistant_model=assistant_model,
         **kwargs,
     )
+
+
+def _watched(streamer: Any, stopping_criteria: Any, input_ids: Any) -> Any:
+    # streamers of single rows hear from the criteria when theirs ends
+    if streamer is None:
+        return stopping_criteria
+    from hf_paged.integrations.row_streamers import RowStreamers
+
+    if isinstance(streamer, RowStreamers):
+        return streamer.watched(stopping_criteria, input_ids.shape[1])
+    return stopping_criteria
 
 
 def _engine(
