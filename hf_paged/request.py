@@ -136,6 +136,10 @@ class Sequence:
         self.stop_reason: int | str | None = None
         self.logprobs: list[TokenLogprobs] = []
         self.next_logits: Any = None  # for a token chosen outside the engine
+        # guesses at what comes after `token_ids`, and the probabilities that they were drawn with
+        self.draft_token_ids: list[int] = []
+        self.draft_probs: Any = None  # [drafts, vocab]
+        self.num_revocable_tokens = 0  # of the last tokens, how many may be taken back
         self.history: Any = None  # what processors and criteria see of it, kept by the engine
         # owned by the block allocator
         self.block_tables: list[BlockTable] = []

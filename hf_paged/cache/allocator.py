@@ -132,13 +132,17 @@ class BlockAllocator:
     # -- prefixes ---------------------------------------------------------------------------------------------------
 
     def find_prefix(self, sequence: Sequence) -> CachedPrefix:
-        """The longest cached run of full blocks that the sequence begins with; always leaves a token to compute."""
+        """The longest cached run of full blocks that the sequence begins with.
+
+        Always leaves a token to compute, and those that may be taken back: a cached block is never written again.
+        """
         nothing = CachedPrefix(0, tuple(() for _ in self.groups), None)
         if not self.enable_prefix_caching or sequence.request.wants_prompt_logprobs:
             return nothing
         nodes: list[PrefixNode] = []
         node, tokens, size = self._root(sequence), sequence.token_ids, self.block_size
-        for start in range(0, (len(tokens) - 1) // size * size, size):
+        known = len(tokens) - max(1, sequence.num_revocable_tokens)
+        for start in range(0, known // size * size, size):
             child = node.children.get(tuple(tokens[start : start + size]))
             if child is None:
                 break
@@ -172,19 +176,23 @@ class BlockAllocator:
         return self._index.root((request.cache_salt, request.adapter, self.weights_version))
 
     def commit(self, sequence: Sequence) -> None:
-        """Indexes the blocks that the last step filled, and gives back those behind the windows."""
+        """Indexes the blocks that the last step filled, and gives back those behind the windows.
+
+        Tokens that may be taken back count as not computed.
+        """
+        num_tokens = max(0, sequence.num_computed_tokens - sequence.num_revocable_tokens)
         if self.enable_prefix_caching:
-            self._index_full_blocks(sequence)
+            self._index_full_blocks(sequence, num_tokens)
         for group, pool, table in zip(self.groups, self.pools, sequence.block_tables, strict=True):
             if group.window is not None:
-                behind = group.first_needed_token(sequence.num_computed_tokens) // self.block_size
+                behind = group.first_needed_token(num_tokens) // self.block_size
                 if behind > table.num_released:
                     pool.free(reversed(table.release_until(min(behind, len(table)))))
 
-    def _index_full_blocks(self, sequence: Sequence) -> None:
+    def _index_full_blocks(self, sequence: Sequence, num_tokens: int) -> None:
         size = self.block_size
         node = sequence.prefix_node or self._root(sequence)
-        for index in range(sequence.num_indexed_blocks, sequence.num_computed_tokens // size):
+        for index in range(sequence.num_indexed_blocks, num_tokens // size):
             node = self._index.extend(node, tuple(sequence.token_ids[index * size : (index + 1) * size]))
             for group, (pool, table) in enumerate(zip(self.pools, sequence.block_tables, strict=True)):
                 block_id = table.blocks[index]
@@ -251,6 +259,14 @@ class BlockAllocator:
             table.blocks.extend(pool.allocate() for _ in range(num_blocks - len(table)))
             copies.append(group_copies)
         return copies
+
+    def trim(self, sequence: Sequence) -> None:
+        """Gives back the blocks behind the computed tokens, which only tokens that were taken back had needed."""
+        num_blocks = self.blocks_for(sequence.num_computed_tokens)
+        for pool, table in zip(self.pools, sequence.block_tables, strict=bool(sequence.block_tables)):
+            if len(table) > num_blocks:
+                pool.free(reversed(table.blocks[num_blocks:]))
+                del table.blocks[num_blocks:]
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Lets a child share all blocks of its parent."""

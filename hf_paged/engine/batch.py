@@ -3,7 +3,7 @@
 scheduled          a: 3 tokens from 4 on        b: 1 token, its 12th
 input_ids        [[ a4  a5  a6  b11 ]]
 position_ids     [[  4   5   6   11 ]]
-logits wanted             ▲   ▲          the last token of every sequence that catches up
+logits wanted             ▲   ▲          the last token of every sequence that catches up, and the drafts behind it
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class LogitsRows:
     stop: int
     first_position: int
     is_last_chunk: bool
+    num_draft_tokens: int = 0  # the last rows are those of drafts
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +57,8 @@ def pack(output: SchedulerOutput, block_size: int, num_groups: int, device: torc
     ids: list[int] = []
     for item in scheduled:
         start = item.sequence.num_computed_tokens
-        ids += item.sequence.token_ids[start : start + item.num_new_tokens]
+        ids += item.sequence.token_ids[start : start + item.num_new_tokens - item.num_draft_tokens]
+        ids += item.sequence.draft_token_ids[: item.num_draft_tokens]
     owner = np.repeat(np.arange(len(scheduled)), lens)
     positions = np.arange(len(ids)) - (query_start[:-1] - starts)[owner]
     seq_lens = starts + lens
@@ -110,11 +112,11 @@ def _logits_rows(
         in_prompt = request.wants_prompt_logprobs and sequence.num_computed_tokens < request.num_prompt_tokens
         if not in_prompt and not item.is_last_chunk:
             continue
-        first = start if in_prompt else stop - 1
+        first = start if in_prompt else stop - 1 - item.num_draft_tokens
         total = len(keep)
         keep.extend(range(first, stop))
         first_position = sequence.num_computed_tokens + first - start
-        rows.append(LogitsRows(sequence, total, len(keep), first_position, item.is_last_chunk))
+        rows.append(LogitsRows(sequence, total, len(keep), first_position, item.is_last_chunk, item.num_draft_tokens))
     if not keep:  # a step of middle chunks only: one row all the same, since not every model takes none
         keep.append(bounds[-1] - 1)
     return np.array(keep, dtype=np.int64), tuple(rows)

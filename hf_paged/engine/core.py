@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
@@ -21,6 +22,7 @@ from hf_paged.engine.probe import frequency_limit, position_limit
 from hf_paged.engine.sampler import Choice, SamplerRow, choose, token_logprobs
 from hf_paged.engine.selfcheck import check_packed_step
 from hf_paged.engine.sizing import blocks_in_memory
+from hf_paged.engine.speculative import Checked, Speculator, checked, rows_of_check
 from hf_paged.engine.stats import EngineCounters
 from hf_paged.engine.stopping import finish_of
 from hf_paged.engine.weights import Fingerprint, active_adapters, weights_fingerprint
@@ -28,6 +30,9 @@ from hf_paged.errors import CapacityError
 from hf_paged.request import Request, Sequence
 from hf_paged.scheduler.output import SchedulerOutput
 from hf_paged.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from hf_paged.engine.assistant import AssistantDrafter
 
 
 class EngineCore:
@@ -63,6 +68,7 @@ class EngineCore:
             prefix_cache_fraction=config.prefix_cache_fraction,
         )
         self.scheduler = Scheduler(self.allocator, config.max_batch_tokens, config.max_requests_per_batch)
+        self.speculator = Speculator(self._make_drafter, self.position_limit)
         self.counters = EngineCounters()
         self.requests: dict[str, Request] = {}  # unfinished ones
         self.changed: dict[str, Request] = {}  # since they were last looked at
@@ -70,9 +76,15 @@ class EngineCore:
         self._is_stepping = False
         self._to_abort: list[Request] = []
 
+    @property
+    def can_take_back(self) -> bool:
+        """Whether computed tokens can be forgotten again: keys and values can, recurrent states have no past."""
+        return not getattr(self.runner.layout, "states", None)
+
     def add(self, request: Request) -> None:
         """Queues a request whose id is free."""
         self.requests[request.request_id] = request
+        self.speculator.add(request)
         self.scheduler.add(request.sequences[0])
 
     def notice_weights(self) -> None:
@@ -118,6 +130,7 @@ class EngineCore:
         """Ends a sequence and takes its blocks; the request with it, if it was the last."""
         sequence.finish_reason, sequence.stop_reason = finish_reason, stop_reason
         self.scheduler.finish(sequence)
+        self.speculator.forget(sequence)
         request = sequence.request
         self.changed[request.request_id] = request
         if request.is_finished:
@@ -137,6 +150,7 @@ class EngineCore:
                 self.abort(self._to_abort.pop())
 
     def _step(self) -> bool:
+        self.speculator.propose(self.scheduler.running)
         try:
             output = self.scheduler.schedule()
         except BaseException:  # block copies that were planned already are lost with it
@@ -196,19 +210,22 @@ class EngineCore:
 
     def _take(self, output: SchedulerOutput, logits: torch.Tensor, rows: tuple[LogitsRows, ...]) -> None:
         for item in output.scheduled:
-            item.sequence.num_computed_tokens += item.num_new_tokens
+            item.sequence.num_computed_tokens += item.num_new_tokens - item.num_draft_tokens
             self.allocator.commit(item.sequence)
         sampler_rows: list[SamplerRow] = []
         for span in rows:
             self._take_prompt_logprobs(span.sequence, logits[span.start : span.stop], span.first_position)
             if span.is_last_chunk:
-                sampler_rows += self._rows_of(span.sequence, span.stop - 1, logits)
+                sampler_rows += self._rows_of(span, logits)
         if sampler_rows:
-            for row, choice in zip(sampler_rows, choose(sampler_rows, logits), strict=True):
-                self._append(row.sequence, choice)
+            for result in checked(sampler_rows, choose(sampler_rows, logits)):
+                self._append_all(result)
 
-    def _rows_of(self, sequence: Sequence, row: int, logits: torch.Tensor) -> list[SamplerRow]:
+    def _rows_of(self, span: LogitsRows, logits: torch.Tensor) -> list[SamplerRow]:
         # the sequences that take their next token from this row: itself, and siblings born when its prompt is computed
+        if span.num_draft_tokens:
+            return rows_of_check(span)
+        sequence, row = span.sequence, span.stop - 1
         request = sequence.request
         sequences = [sequence]
         if len(request.sequences) < request.num_sequences:
@@ -223,7 +240,17 @@ class EngineCore:
             return []
         return [SamplerRow(each, row) for each in sequences]
 
-    def _append(self, sequence: Sequence, choice: Choice) -> None:
+    def _append_all(self, result: Checked) -> None:
+        sequence, last = result.sequence, len(result.choices) - 1
+        sequence.draft_token_ids, sequence.draft_probs = [], None
+        self.speculator.learn(result)
+        for index, choice in enumerate(result.choices):
+            self._append(sequence, choice, is_computed=index < last)
+        if result.num_drafts and not sequence.is_finished:
+            self.allocator.trim(sequence)
+
+    def _append(self, sequence: Sequence, choice: Choice, *, is_computed: bool = False) -> None:
+        # a draft that stood is computed already
         request = sequence.request
         if sequence.is_finished or request in self._to_abort:  # by a sibling's error, or from inside the step
             return
@@ -233,6 +260,7 @@ class EngineCore:
         if request.first_token_time is None:
             request.first_token_time = time.monotonic()
         sequence.token_ids.append(choice.token_id)
+        sequence.num_computed_tokens += is_computed
         if choice.logprobs is not None:
             sequence.logprobs.append(choice.logprobs)
         self.changed[request.request_id] = request
@@ -242,6 +270,7 @@ class EngineCore:
             self._fail(request, error)
             return
         if finish is not None:
+            self.allocator.commit(sequence)  # with the drafts that stood in this step
             self.finish(sequence, *finish)
             self.counters.num_finished += request.is_finished
 
@@ -258,6 +287,11 @@ class EngineCore:
         if targets:
             counts = [request.sampling.num_prompt_logprobs or 0] * len(targets)
             request.prompt_logprobs += token_logprobs(logits[: len(targets)], list(targets), counts)
+
+    def _make_drafter(self, model: PreTrainedModel) -> AssistantDrafter:
+        from hf_paged.engine.assistant import AssistantDrafter  # which has an EngineCore of its own
+
+        return AssistantDrafter(model, self.config, self.runner.device)
 
     def _fail(self, request: Request, error: Exception) -> None:
         self.counters.num_failed += 1

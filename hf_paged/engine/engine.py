@@ -22,11 +22,19 @@ from transformers import PreTrainedModel
 from hf_paged.config import PagedConfig
 from hf_paged.engine.consumer import Consumer, raise_failure
 from hf_paged.engine.core import EngineCore
+from hf_paged.engine.draft_source import Assistant, DraftSource
 from hf_paged.engine.fair_lock import FairLock
 from hf_paged.engine.params import RequestResolver, spread
 from hf_paged.engine.sizing import engine_blocks
 from hf_paged.engine.unwrap import refuse_learned_prompts, unwrap_model
-from hf_paged.errors import CapacityError, EngineClosedError, PagedError, RequestError, UnknownRequestError
+from hf_paged.errors import (
+    CapacityError,
+    EngineClosedError,
+    PagedError,
+    RequestError,
+    UnknownRequestError,
+    UnsupportedModelError,
+)
 from hf_paged.request import Request, RequestOutput
 
 
@@ -90,6 +98,8 @@ class PagedEngine:
                 active ones), prefix_allowed_tokens_fn (called with 0, or the prompt's index in `generate`),
                 negative_prompt_ids beside guidance_scale, and one of regex, json_schema and ebnf, which the text then
                 matches. None switches a field off; one that is absent has the model's default.
+                prompt_lookup_num_tokens, or an assistant_model of the same vocabulary, guess tokens that are checked
+                together, which changes the time and not the tokens.
 
         Returns:
             The request's id.
@@ -107,6 +117,8 @@ class PagedEngine:
 
     def _make_request(self, prompt: Any, keywords: Mapping[str, Any]) -> Request:
         self._require_open()
+        if keywords.get("assistant_model") is not None:
+            keywords = {**keywords, "assistant_model": unwrap_model(keywords["assistant_model"])}
         embeds = self._embeds(prompt) if isinstance(prompt, torch.Tensor) and prompt.is_floating_point() else None
         if embeds is None:
             token_ids = self._token_ids(prompt)
@@ -117,6 +129,8 @@ class PagedEngine:
         adapter = keywords.get("adapter")
         if adapter is not None:
             self.core.runner.require_adapter(adapter)
+        if resolved.sampling.draft_source is not None:
+            self._prepare(resolved.sampling.draft_source)
         request_id = keywords.get("request_id")
         request = Request(
             self._new_id() if request_id is None else str(request_id),
@@ -135,6 +149,16 @@ class PagedEngine:
         )
         self._check_fits(request)
         return request
+
+    def _prepare(self, source: DraftSource) -> None:
+        if not self.core.can_take_back:
+            raise RequestError("A model with recurrent states can't take drafts back; leave assisted decoding out.")
+        try:
+            with self.lock:
+                if isinstance(source, Assistant):
+                    self.core.speculator.drafter(source.model)
+        except UnsupportedModelError as error:
+            raise RequestError(f"The assistant_model can't draft in an engine: {error}") from error
 
     def _new_id(self) -> str:
         while (request_id := f"request-{next(self._ids)}") in self.core.requests:  # a caller may have named one so
@@ -377,6 +401,9 @@ class PagedEngine:
                 "num_aborted": self.core.counters.num_aborted,
                 "num_preemptions": self.core.scheduler.num_preemptions,
                 "num_fallbacks": self.core.counters.num_fallbacks,
+                "num_draft_checks": self.core.speculator.num_checks,
+                "num_draft_tokens": self.core.speculator.num_draft_tokens,
+                "num_accepted_tokens": self.core.speculator.num_accepted_tokens,
                 "prefix_query_tokens": self.core.scheduler.prefix_query_tokens,
                 "prefix_hit_tokens": self.core.scheduler.prefix_hit_tokens,
                 "num_blocks": pool.num_blocks,

@@ -16,6 +16,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation import logits_process
 from transformers.generation import stopping_criteria as stopping
 
+from hf_paged.engine.draft_source import DraftSource, draft_source
 from hf_paged.engine.grammar import GRAMMAR_KEYWORDS, Grammar
 from hf_paged.engine.guidance import GuidanceProcessor
 from hf_paged.engine.logit_bias import LogitBiasProcessor
@@ -36,6 +37,7 @@ REQUEST_KEYWORDS = frozenset(
         "adapter",
         "priority",
         "request_id",
+        "assistant_model",
         "logits_processor",
         "prefix_allowed_tokens_fn",
         "negative_prompt_ids",
@@ -67,10 +69,11 @@ LIST_FIELDS = frozenset(
 _OTHER_MODES: Mapping[str, Any] = {
     "num_beams": 1,
     "num_beam_groups": 1,
-    "prompt_lookup_num_tokens": None,
     "penalty_alpha": None,
     "dola_layers": None,
     "assistant_early_exit": None,
+    "use_mtp": False,
+    "speculation_type": None,
     "token_healing": False,
     "output_attentions": False,
     "output_hidden_states": False,
@@ -84,6 +87,9 @@ _INTEGER_FIELDS = (
     "num_return_sequences",
     "top_k",
     "no_repeat_ngram_size",
+    "prompt_lookup_num_tokens",
+    "max_matching_ngram_size",
+    "num_assistant_tokens",
 )
 
 # Processors that look at nothing but a row of scores: rows with equal settings go through one call together.
@@ -134,6 +140,7 @@ class SamplingParams:
     history_start: tuple[int, ...] = ()
     is_external: bool = False  # someone outside the engine takes the logits and appends the tokens
     grammar: Grammar | None = None
+    draft_source: DraftSource | None = None  # who guesses tokens that are checked together
     generators: dict[int, torch.Generator] = field(default_factory=dict)
 
     def generator(self, index: int, device: torch.device) -> torch.Generator | None:
@@ -320,6 +327,9 @@ class RequestResolver:
             num_logprobs=_count(keywords, "logprobs", self._vocab_size),
             num_prompt_logprobs=_count(keywords, "prompt_logprobs", self._vocab_size),
             grammar=grammar,
+            draft_source=draft_source(
+                model, config, keywords.get("assistant_model"), keywords.get("num_assistant_tokens")
+            ),
         )
 
     def _negative_ids(self, value: Any, scale: float | None) -> list[int] | None:

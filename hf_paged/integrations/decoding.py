@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from transformers.generation import stopping_criteria as stopping
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_paged.compat import CACHE_KEYWORD
+from hf_paged.engine.draft_source import DraftSource
 from hf_paged.engine.engine import PagedEngine
 from hf_paged.engine.external import ExternalRows
 from hf_paged.engine.grammar_processor import GrammarProcessor
@@ -31,7 +32,7 @@ from hf_paged.integrations.peft import adapters_of_call
 from hf_paged.request import Request
 
 # Processors of a row's own history or length, without state: a row may go through them by itself.
-_HISTORY_PROCESSORS = (
+HISTORY_PROCESSORS = (
     *ROW_PROCESSORS,
     logits_process.MinLengthLogitsProcessor,
     logits_process.MinNewTokensLengthLogitsProcessor,
@@ -139,7 +140,7 @@ def _can_go_one_by_one(batch: Batch) -> bool:
         batch.streamer is None
         and batch.embeds is None
         and not batch.config.return_dict_in_generate
-        and all(type(item) in _HISTORY_PROCESSORS for item in batch.processors)
+        and all(type(item) in HISTORY_PROCESSORS for item in batch.processors)
         and all(type(item) in _ROW_CRITERIA for item in batch.criteria)
         and (batch.has_eos or len(batch.criteria) == 1)
     )
@@ -183,7 +184,7 @@ def _lockstep_rounds(rows: ExternalRows, batch: Batch, reserve: Callable[[int], 
     feeds_finished = (
         config.return_dict_in_generate
         or not batch.has_eos
-        or any(type(processor) not in _HISTORY_PROCESSORS for processor in batch.processors)
+        or any(type(processor) not in HISTORY_PROCESSORS for processor in batch.processors)
     )
     pad = config._pad_token_tensor.to(input_ids.device) if config._pad_token_tensor is not None else None
     unfinished = torch.ones(num_rows, dtype=torch.int64, device=input_ids.device)
@@ -249,6 +250,19 @@ def _all_rows(found: list[torch.Tensor], active: list[int], num_rows: int, devic
 
 
 def _one_by_one(engine: PagedEngine, batch: Batch, prompts: list[list[int]]) -> torch.Tensor:
+    requests = row_requests(engine, batch, prompts, is_seeded=bool(batch.config.do_sample))
+    return padded(batch, [output.token_ids for output in engine.run(requests)])
+
+
+def row_requests(
+    engine: PagedEngine,
+    batch: Batch,
+    prompts: list[list[int]],
+    *,
+    is_seeded: bool,
+    draft_source: DraftSource | None = None,
+) -> list[Request]:
+    """A request a row of the batch, with processors and criteria of that row alone."""
     rows = batch.input_ids.tolist()
     adapters = adapters_of_call(engine.core.get_model(), len(prompts))
     requests = []
@@ -266,15 +280,20 @@ def _one_by_one(engine: PagedEngine, batch: Batch, prompts: list[list[int]]) -> 
                     eos_token_ids=eos_ids(batch.config),
                     do_sample=bool(batch.config.do_sample),
                     shared_key=shared_key(batch.config, processors),
-                    seed=int(torch.randint(2**62, ())) if batch.config.do_sample else None,
+                    seed=int(torch.randint(2**62, ())) if is_seeded else None,
                     history_start=tuple(row[: len(row) - len(prompt)]),
+                    draft_source=draft_source,
                 ),
             )
         )
-    outputs = engine.run(requests)
-    width = max(len(output.token_ids) for output in outputs)
+    return requests
+
+
+def padded(batch: Batch, new_token_ids: Sequence[Sequence[int]]) -> torch.Tensor:
+    """`[B, L + longest]`: the batch with each row's new tokens behind it."""
+    width = max(map(len, new_token_ids))
     pad = int(batch.config._pad_token_tensor) if batch.config._pad_token_tensor is not None else 0
-    generated = [[*output.token_ids, *[pad] * (width - len(output.token_ids))] for output in outputs]
+    generated = [[*row, *[pad] * (width - len(row))] for row in new_token_ids]
     new = torch.tensor(generated, dtype=batch.input_ids.dtype, device=batch.input_ids.device)
     return torch.cat([batch.input_ids, new], dim=-1)
 

@@ -1,9 +1,10 @@
-"""`model.generate(..., cache_implementation="paged")`: three wrapped methods, and the way back.
+"""`model.generate(..., cache_implementation="paged")`: four wrapped methods, and the way back.
 
 generate                         finds out whether "paged" is meant, opens a scope, calls the original
   stock prepares everything      inputs, masks, processors, criteria: its semantics stay its own
-  _prepare_cache_for_generation  beams, assisted and other loops of stock get a PagedKVCache
+  _prepare_cache_for_generation  beams and other loops of stock get a PagedKVCache
   _sample                        greedy and sampling run on the engine instead of stock's loop
+  _assisted_decoding             so do prompt lookup and assistant models
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ logger = logging.getLogger("hf_paged")
 # Model inputs that a packed row carries in its own way, or that don't change what it computes.
 _KNOWN_INPUTS = frozenset({"attention_mask", "position_ids", "use_cache", "logits_to_keep", "tokenizer"})
 
-_METHODS = ("generate", "_prepare_cache_for_generation", "_sample")
+_METHODS = ("generate", "_prepare_cache_for_generation", "_sample", "_assisted_decoding")
 _originals: dict[str, Callable[..., Any]] = {}
 _wrappers: dict[str, Callable[..., Any]] = {}
 _said: set[str] = set()
@@ -120,6 +121,9 @@ def _prepare_cache(
     generation_config.cache_implementation = generation_config.cache_config = None
     if generation_mode in ("sample", "greedy_search") and type(model)._sample is GenerationMixin._sample:
         return None  # _sample decides, and makes a cache if it is stock's loop that runs
+    assisted = GenerationMixin._assisted_decoding
+    if generation_mode == "assisted_generation" and type(model)._assisted_decoding is assisted:
+        return None
     _fall_back(model, f"{getattr(generation_mode, 'value', generation_mode)} runs stock's loop on a PagedKVCache")
     return _give_paged_cache(original, model, generation_config, model_kwargs, generation_mode, *args, **kwargs)
 
@@ -166,36 +170,15 @@ def _sample(
     streamer: Any = None,
     **model_kwargs: Any,
 ) -> Any:
-    call = _current(model)
-    if call is not None and streamer is not None:
-        from hf_paged.integrations.row_streamers import RowStreamers
-
-        if isinstance(streamer, RowStreamers):
-            stopping_criteria = streamer.watched(stopping_criteria, input_ids.shape[1])
-    if call is not None:
-        reason = _why_stock(model, call, input_ids, stopping_criteria, generation_config, synced_gpus, model_kwargs)
-        prepare_cache = functools.partial(_give_paged_cache, _originals["_prepare_cache_for_generation"])
-        if reason is None:
-            from hf_paged.errors import UnsupportedModelError
+    if _current(model) is not None:
+        stopping_criteria = _watched(streamer, stopping_criteria, input_ids)
+        engine = _engine(model, input_ids, stopping_criteria, generation_config, synced_gpus, model_kwargs)
+        if engine is not None:
             from hf_paged.integrations.decoding import Batch, decode, with_embeds
-            from hf_paged.integrations.engines import engine_for
 
-            try:
-                engine = engine_for(model, call.config)
-            except UnsupportedModelError as error:
-                reason = str(error)
-                prepare_cache = functools.partial(_originals["_prepare_cache_for_generation"])  # stock, as it is
-            else:
-                mask = model_kwargs.get("attention_mask")
-                batch = Batch(input_ids, mask, logits_processor, stopping_criteria, generation_config, streamer)
-                batch = with_embeds(batch, model_kwargs.get("inputs_embeds"))
-                limit = engine.core.frequency_limit
-                if limit is None or stopping_criteria.max_length <= limit:
-                    return decode(engine, batch)
-                reason = f"rotary frequencies that change past position {limit} need stock's loop"
-        _fall_back(model, reason)
-        mode, length = generation_config.get_generation_mode(), int(stopping_criteria.max_length or 0)
-        prepare_cache(model, generation_config, model_kwargs, mode, input_ids.shape[0], length)
+            mask = model_kwargs.get("attention_mask")
+            batch = Batch(input_ids, mask, logits_processor, stopping_criteria, generation_config, streamer)
+            return decode(engine, with_embeds(batch, model_kwargs.get("inputs_embeds")))
     return original(
         model,
         input_ids,
@@ -206,6 +189,101 @@ def _sample(
         streamer=streamer,
         **model_kwargs,
     )
+
+
+def _assisted_decoding(
+    original: Callable[..., Any],
+    model: Any,
+    input_ids: Any,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    synced_gpus: bool = False,
+    streamer: Any = None,
+    assistant_model: Any = None,
+    **kwargs: Any,
+) -> Any:
+    if _current(model) is not None:
+        from hf_paged.integrations import assisted
+        from hf_paged.integrations.decoding import Batch
+
+        stopping_criteria = _watched(streamer, stopping_criteria, input_ids)
+        mask = kwargs.get("attention_mask")
+        batch = Batch(input_ids, mask, logits_processor, stopping_criteria, generation_config, streamer)
+        model_kwargs = {name: value for name, value in kwargs.items() if name not in assisted.KEYWORDS}
+        engine = _engine(
+            model,
+            input_ids,
+            stopping_criteria,
+            generation_config,
+            synced_gpus,
+            model_kwargs,
+            reason=assisted.why_stock(model, batch, assistant_model, kwargs),
+        )
+        if engine is not None:
+            drafts, reason = assisted.draft_source(engine, batch, assistant_model)
+            if reason is not None:
+                _say(model, reason)
+            return assisted.decode(engine, batch, drafts)
+        kwargs = {**kwargs, **model_kwargs}  # with the cache that was prepared
+    return original(
+        model,
+        input_ids,
+        logits_processor=logits_processor,
+        stopping_criteria=stopping_criteria,
+        generation_config=generation_config,
+        synced_gpus=synced_gpus,
+        streamer=streamer,
+        assistant_model=assistant_model,
+        **kwargs,
+    )
+
+
+def _watched(streamer: Any, stopping_criteria: Any, input_ids: Any) -> Any:
+    # streamers of single rows hear from the criteria when theirs ends
+    if streamer is None:
+        return stopping_criteria
+    from hf_paged.integrations.row_streamers import RowStreamers
+
+    if isinstance(streamer, RowStreamers):
+        return streamer.watched(stopping_criteria, input_ids.shape[1])
+    return stopping_criteria
+
+
+def _engine(
+    model: Any,
+    input_ids: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    synced_gpus: bool,
+    model_kwargs: dict[str, Any],
+    reason: str | None = None,
+) -> Any:
+    """The engine that runs this call; None, with stock's cache prepared and the reason said, if stock's loop must."""
+    call = _current(model)
+    assert call is not None
+    reason = reason or _why_stock(
+        model, call, input_ids, stopping_criteria, generation_config, synced_gpus, model_kwargs
+    )
+    prepare_cache = functools.partial(_give_paged_cache, _originals["_prepare_cache_for_generation"])
+    if reason is None:
+        from hf_paged.errors import UnsupportedModelError
+        from hf_paged.integrations.engines import engine_for
+
+        try:
+            engine = engine_for(model, call.config)
+        except UnsupportedModelError as error:
+            reason = str(error)
+            prepare_cache = functools.partial(_originals["_prepare_cache_for_generation"])  # stock, as it is
+        else:
+            limit = engine.core.frequency_limit
+            if limit is None or stopping_criteria.max_length <= limit:
+                return engine
+            reason = f"rotary frequencies that change past position {limit} need stock's loop"
+    _fall_back(model, reason)
+    mode, length = generation_config.get_generation_mode(), int(stopping_criteria.max_length or 0)
+    prepare_cache(model, generation_config, model_kwargs, mode, input_ids.shape[0], length)
+    return None
 
 
 def _why_stock(
@@ -288,11 +366,12 @@ def _say(model: Any, reason: str) -> None:
 
 
 def install() -> None:
-    """Wraps the three methods. Done by `import hf_paged`; a second time changes nothing."""
+    """Wraps the four methods. Done by `import hf_paged`; a second time changes nothing."""
     implementations: dict[str, Callable[..., Any]] = {
         "generate": _generate,
         "_prepare_cache_for_generation": _prepare_cache,
         "_sample": _sample,
+        "_assisted_decoding": _assisted_decoding,
     }
     if _wrappers:
         return
@@ -315,7 +394,7 @@ def _wrap(original: Callable[..., Any], implementation: Callable[..., Any]) -> C
 
 
 def uninstall() -> None:
-    """Puts the three methods back. A patch that someone laid over ours stays, and reaches the original through it."""
+    """Puts the four methods back. A patch that someone laid over ours stays, and reaches the original through it."""
     for name, wrapper in _wrappers.items():
         if getattr(GenerationMixin, name) is wrapper:
             setattr(GenerationMixin, name, _originals[name])

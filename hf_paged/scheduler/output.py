@@ -10,15 +10,19 @@ from hf_paged.request import Sequence
 
 @dataclass(frozen=True)
 class ScheduledSequence:
-    """`num_new_tokens` tokens of a sequence, from its `num_computed_tokens` on. Its tables reach that far."""
+    """`num_new_tokens` tokens of a sequence, from its `num_computed_tokens` on. Its tables reach that far.
+
+    The last `num_draft_tokens` of them are guesses, to be checked by the logits of the token before each.
+    """
 
     sequence: Sequence
     num_new_tokens: int
+    num_draft_tokens: int = 0
 
     @property
     def is_last_chunk(self) -> bool:
         """Whether every known token is computed after this step, so that its logits choose the next one."""
-        return self.num_new_tokens == self.sequence.num_uncomputed_tokens
+        return self.num_new_tokens - self.num_draft_tokens == self.sequence.num_uncomputed_tokens
 
 
 @dataclass(frozen=True)

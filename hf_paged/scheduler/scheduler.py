@@ -1,7 +1,8 @@
 """Who runs next.
 
 There are no phases. Every sequence only ever catches `num_computed_tokens` up to `num_tokens`: a new prompt, a chunk of
-a long one, a decode, a resume after preemption and a prefix hit are the same thing with different numbers.
+a long one, a decode, a resume after preemption and a prefix hit are the same thing with different numbers. So is a
+check of draft tokens: a decode with some more behind it, as far as budget and blocks are left over.
 
     one step of schedule(), budget 8          uncomputed   gets
       running, oldest first   a                    1         1      decode
@@ -75,6 +76,7 @@ class Scheduler:
         scheduled: list[ScheduledSequence] = []
         copies: list[list[BlockCopy]] = [[] for _ in self.allocator.groups]
         budget = self._schedule_running(scheduled, copies, self.max_batch_tokens)
+        budget = self._schedule_drafts(scheduled, budget)
         budget = self._schedule_waiting(scheduled, copies, budget)
         if not scheduled and self._num_waiting:
             # Everything that runs waits for a token from outside and holds the blocks that others need.
@@ -102,6 +104,18 @@ class Scheduler:
                 scheduled.append(ScheduledSequence(sequence, num_new_tokens))
                 budget -= num_new_tokens
             position += 1
+        return budget
+
+    def _schedule_drafts(self, scheduled: list[ScheduledSequence], budget: int) -> int:
+        # after everybody's own tokens: a guess takes neither budget nor blocks from what is known
+        for index, item in enumerate(scheduled):
+            num_drafts = min(len(item.sequence.draft_token_ids), budget)
+            if not num_drafts or not item.is_last_chunk:
+                continue
+            num_new_tokens = item.num_new_tokens + num_drafts
+            if self.allocator.allocate(item.sequence, num_new_tokens) is not None:  # its own are private already
+                scheduled[index] = ScheduledSequence(item.sequence, num_new_tokens, num_drafts)
+                budget -= num_drafts
         return budget
 
     def _allocate(self, sequence: Sequence, num_new_tokens: int, copies: list[list[BlockCopy]]) -> bool:

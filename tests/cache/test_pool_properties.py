@@ -133,6 +133,7 @@ class PoolMachine(RuleBasedStateMachine):
         TOTAL["preemptions"] += self.engine.scheduler.num_preemptions
         TOTAL["hits"] += self.engine.num_hits
         TOTAL["copies"] += self.engine.num_copies
+        TOTAL["taken back"] += self.engine.num_taken_back
 
 
 SUPPRESSED = [HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -147,7 +148,7 @@ def test_any_history_of_a_few_hundred_steps() -> None:
         ),
     )
     assert TOTAL["steps"] > 300
-    assert min(TOTAL[name] for name in ("preemptions", "hits", "copies")) > 0, TOTAL
+    assert min(TOTAL[name] for name in ("preemptions", "hits", "copies", "taken back")) > 0, TOTAL
 
 
 @pytest.mark.grid
@@ -160,4 +161,4 @@ def test_any_history_of_twenty_thousand_steps() -> None:
                 max_examples=100, stateful_step_count=60, deadline=None, database=None, suppress_health_check=SUPPRESSED
             ),
         )
-    assert min(TOTAL[name] for name in ("preemptions", "hits", "copies")) > 100, TOTAL
+    assert min(TOTAL[name] for name in ("preemptions", "hits", "copies", "taken back")) > 100, TOTAL

@@ -88,14 +88,17 @@ class EngineMachine(RuleBasedStateMachine):
             self._add(prompt, LONGEST_NEW, {"max_new_tokens": LONGEST_NEW})
 
     @rule(
-        prompt=st.integers(0, len(PROMPTS) - 1), new=st.integers(1, LONGEST_NEW), priority=st.sampled_from([0, 0, -1])
+        prompt=st.integers(0, len(PROMPTS) - 1),
+        new=st.integers(1, LONGEST_NEW),
+        priority=st.sampled_from([0, 0, -1]),
+        drafts=st.sampled_from([None, 1, 6]),
     )
-    def add(self, prompt: int, new: int, priority: int) -> None:
-        self._add(prompt, new, {"max_new_tokens": new, "priority": priority})
+    def add(self, prompt: int, new: int, priority: int, drafts: int | None) -> None:
+        self._add(prompt, new, {"max_new_tokens": new, "priority": priority, "prompt_lookup_num_tokens": drafts})
 
-    @rule(prompt=st.integers(0, len(PROMPTS) - 1))
-    def add_siblings(self, prompt: int) -> None:
-        self._add(prompt, None, _sampled(prompt))
+    @rule(prompt=st.integers(0, len(PROMPTS) - 1), drafts=st.sampled_from([None, 3]))
+    def add_siblings(self, prompt: int, drafts: int | None) -> None:
+        self._add(prompt, None, {**_sampled(prompt), "prompt_lookup_num_tokens": drafts})
 
     def _add(self, prompt: int, new: int | None, options: dict[str, object]) -> None:
         assert self.engine is not None

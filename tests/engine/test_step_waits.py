@@ -53,6 +53,7 @@ def test_no_value_is_read_in_a_step(backend: str, name: str, monkeypatch: pytest
         engine.add_request(
             prompt[:11], max_new_tokens=2, num_return_sequences=2, do_sample=True, temperature=0.7, seed=2
         )
+        engine.add_request([*prompt[:6], *prompt[:6]], max_new_tokens=6, prompt_lookup_num_tokens=3)
         forwards = []
         run = ModelRunner.run
 
@@ -61,7 +62,7 @@ def test_no_value_is_read_in_a_step(backend: str, name: str, monkeypatch: pytest
             return run(self, *args)
 
         monkeypatch.setattr(ModelRunner, "run", counted)
-        while engine.stats()["num_finished"] < 3:
+        while engine.stats()["num_finished"] < 4:
             with _NoReads():
                 engine.step()
         assert len(forwards) > 3
@@ -70,7 +71,7 @@ def test_no_value_is_read_in_a_step(backend: str, name: str, monkeypatch: pytest
 # Where a read of a tensor would make every step wait.
 _STEP_FILES = ("kernels", "cache/step_cache.py", "cache/storage.py", "cache/layout.py", "engine/batch.py",
                "engine/model_runner.py", "engine/sampler.py", "engine/penalties.py", "engine/history.py",
-               "engine/logit_bias.py", "engine/core.py")  # fmt: skip
+               "engine/logit_bias.py", "engine/core.py", "engine/speculative.py", "engine/assistant.py")  # fmt: skip
 _READS = {"item", "tolist", "cpu", "numpy", "nonzero"}
 _EXCUSES = ("# host:", "# wait:")  # a numpy array's, or a read that has to be; a reason follows
 

@@ -59,10 +59,10 @@ def _one_rank() -> Iterator[None]:
         ({"num_beams": 2}, "beam_search"),
         ({"use_cache": False}, "use_cache=False"),
         ({"output_attentions": True, "return_dict_in_generate": True}, "attentions"),
-        ({"prompt_lookup_num_tokens": 2}, "assisted_generation"),
+        ({"prompt_lookup_num_tokens": 2, "return_dict_in_generate": True}, "assisted generation"),
         ({"synced_gpus": True}, "synced_gpus"),
         ({"position_ids": MASK.cumsum(-1).sub(1).clamp_min(0)}, "position_ids"),
-        ({"assistant_model": None}, ""),
+        ({"assistant_model": None, "return_dict_in_generate": True}, "assisted generation"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -73,7 +73,7 @@ def test_a_mode_that_needs_stocks_loop_gets_it_and_says_so_once(
     if "prompt_lookup_num_tokens" in options:
         options = {**options, "attention_mask": MASK[-1:], "one row": True}
     if "assistant_model" in options:
-        options, reason = {"assistant_model": fresh("llama"), "one row": True}, "assisted_generation"
+        options = {**options, "assistant_model": fresh("llama"), "one row": True}
     one_row = options.pop("one row", False)
     model.generate(IDS, **OPTIONS, cache_implementation="paged")  # so that there is an engine that counts
     with caplog.at_level(logging.WARNING, logger="hf_paged"):

@@ -52,6 +52,7 @@ class FakeEngine:
         self.num_steps = 0
         self.num_hits = 0
         self.num_copies = 0
+        self.num_taken_back = 0
         self._memory: list[dict[int, int]] = [{} for _ in windows]  # slot -> history
         self._links: dict[_Link | tuple[str | None], int] = {}
         # the tables that a sequence was admitted with, and the histories of the tokens whose K/V it has in them
@@ -118,6 +119,7 @@ class FakeEngine:
             for s in self.sequences
         )
         running = [s for s in self.scheduler.running if s.num_uncomputed_tokens]
+        self._propose(rng)
         output = self.scheduler.schedule()
         assert bool(output.scheduled) == has_work, "there was work, and nothing was scheduled"
         self.num_steps += 1
@@ -130,18 +132,36 @@ class FakeEngine:
         caught_up = []
         for item in output.scheduled:
             is_last_chunk = item.is_last_chunk
-            item.sequence.num_computed_tokens += item.num_new_tokens
+            item.sequence.num_computed_tokens += item.num_new_tokens - item.num_draft_tokens
             self.allocator.commit(item.sequence)
+            if item.num_draft_tokens:
+                self._check_drafts(item.sequence, rng.randint(0, item.num_draft_tokens))
             if is_last_chunk:
                 caught_up += [item.sequence, *self._siblings(item.sequence)]
         for sequence in caught_up:
             if sequence.request.sampling == "external":
                 continue
             sequence.token_ids.append(rng.randint(0, 1))
+            sequence.draft_token_ids = []
             if sequence.num_generated_tokens >= sequence.request.max_new_tokens or rng.random() < 0.05:
                 self.scheduler.finish(sequence)
         self._forget_finished()
         return True
+
+    def _propose(self, rng: random.Random) -> None:
+        # who decodes may get guesses, but never more than it may still generate
+        for sequence in self.scheduler.running:
+            most = sequence.request.max_new_tokens - sequence.num_generated_tokens - 1
+            decodes = sequence.num_uncomputed_tokens == 1 and sequence.num_generated_tokens
+            if decodes and sequence.request.sampling != "external" and not sequence.draft_token_ids:
+                sequence.draft_token_ids = [rng.randint(0, 1) for _ in range(min(most, rng.randint(0, 5)))]
+
+    def _check_drafts(self, sequence: Sequence, num_accepted: int) -> None:
+        sequence.token_ids += sequence.draft_token_ids[:num_accepted]
+        sequence.num_computed_tokens += num_accepted
+        self.allocator.trim(sequence)
+        del self._histories[sequence][1][sequence.num_computed_tokens :]
+        self.num_taken_back += 1
 
     def _siblings(self, parent: Sequence) -> list[Sequence]:
         request = parent.request
@@ -200,8 +220,9 @@ class FakeEngine:
             chain = self._history_of_hit(sequence)
             self._histories[sequence] = (sequence.block_tables, chain)
         assert len(chain) == start
+        tokens = [*sequence.token_ids, *sequence.draft_token_ids]
         for position in range(start, start + num_new_tokens):
-            chain.append(self._link(chain[-1] if chain else self._start(sequence), sequence.token_ids[position]))
+            chain.append(self._link(chain[-1] if chain else self._start(sequence), tokens[position]))
             for group, pool in enumerate(self.allocator.pools):
                 block = sequence.block_tables[group].blocks[position // size]
                 assert block >= 0, "a token goes to a block that was given back"

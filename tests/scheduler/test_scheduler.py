@@ -365,3 +365,69 @@ def test_a_sequence_that_no_pool_can_hold_gets_nothing_and_harms_nobody() -> Non
     scheduler.finish(huge)
     _add(scheduler, "b", 16)
     assert step(scheduler) == [("b", 8)]
+
+
+# -- draft tokens ------------------------------------------------------------------------------------------------------
+
+
+def test_drafts_get_what_budget_is_left_after_everybodys_own_tokens() -> None:
+    scheduler = scheduler_of(16, budget=8)
+    a, b = _add(scheduler, "a", 2), _add(scheduler, "b", 3)
+    assert step(scheduler) == [("a", 2), ("b", 3)]
+    a.draft_token_ids = b.draft_token_ids = [1, 2, 3, 4]
+    output = scheduler.schedule()
+    assert shape(output) == [("a", 5), ("b", 3)]
+    assert [item.num_draft_tokens for item in output.scheduled] == [4, 2]
+    assert all(item.is_last_chunk for item in output.scheduled)
+
+
+def test_drafts_come_before_new_requests_and_wait_for_the_chunks_of_running_ones() -> None:
+    scheduler = scheduler_of(16, budget=8)
+    a = _add(scheduler, "a", 2)
+    step(scheduler)
+    _add(scheduler, "b", 20)
+    a.draft_token_ids = [1, 2, 3]
+    output = scheduler.schedule()
+    assert shape(output) == [("a", 4), ("b", 4)]
+    for item in output.scheduled:
+        item.sequence.num_computed_tokens += item.num_new_tokens - item.num_draft_tokens
+    a.token_ids.append(9)
+    assert shape(scheduler.schedule()) == [("a", 1), ("b", 7)]
+
+
+def test_drafts_take_no_blocks_from_anybody() -> None:
+    scheduler = scheduler_of(2, budget=16)
+    a, b = _add(scheduler, "a", 3, max_new_tokens=2), _add(scheduler, "b", 3, max_new_tokens=2)
+    step(scheduler)
+    assert tables(a) == [[0]]
+    assert tables(b) == [[1]]
+    a.draft_token_ids = [1, 2, 3]  # three more than the block holds
+    assert shape(scheduler.schedule()) == [("a", 1), ("b", 1)]
+    assert scheduler.num_preemptions == 0
+
+
+def test_blocks_of_drafts_that_were_wrong_go_back() -> None:
+    scheduler = scheduler_of(8, budget=16)
+    a = _add(scheduler, "a", 4)
+    step(scheduler)
+    a.draft_token_ids = list(range(6))
+    assert shape(scheduler.schedule()) == [("a", 7)]
+    assert tables(a) == [[0, 1, 2]]
+    a.num_computed_tokens += 1
+    scheduler.allocator.trim(a)
+    assert tables(a) == [[0, 1]]
+    scheduler.allocator.check(scheduler.running)
+
+
+def test_a_cached_block_is_never_one_whose_tokens_may_be_taken_back() -> None:
+    scheduler = scheduler_of(8, budget=16)
+    a = _add(scheduler, "a", 8)
+    a.num_revocable_tokens = 2
+    step(scheduler)
+    assert a.num_indexed_blocks == 1
+    scheduler.finish(a)
+    b = _add(scheduler, "a", 8)
+    b.num_revocable_tokens = 5
+    assert scheduler.allocator.find_prefix(b).num_tokens == 0
+    b.num_revocable_tokens = 0
+    assert scheduler.allocator.find_prefix(b).num_tokens == 4
