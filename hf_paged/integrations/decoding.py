@@ -23,7 +23,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_paged.compat import CACHE_KEYWORD
 from hf_paged.engine.engine import PagedEngine
-from hf_paged.engine.external import ExternalRows
+from hf_paged.engine.external import ExternalRows, external_sampling
 from hf_paged.engine.grammar_processor import GrammarProcessor
 from hf_paged.engine.params import ROW_PROCESSORS, SamplingParams, eos_ids, shared_key
 from hf_paged.errors import RequestError
@@ -31,7 +31,7 @@ from hf_paged.integrations.peft import adapters_of_call
 from hf_paged.request import Request
 
 # Processors of a row's own history or length, without state: a row may go through them by itself.
-_HISTORY_PROCESSORS = (
+HISTORY_PROCESSORS = (
     *ROW_PROCESSORS,
     logits_process.MinLengthLogitsProcessor,
     logits_process.MinNewTokensLengthLogitsProcessor,
@@ -139,7 +139,7 @@ def _can_go_one_by_one(batch: Batch) -> bool:
         batch.streamer is None
         and batch.embeds is None
         and not batch.config.return_dict_in_generate
-        and all(type(item) in _HISTORY_PROCESSORS for item in batch.processors)
+        and all(type(item) in HISTORY_PROCESSORS for item in batch.processors)
         and all(type(item) in _ROW_CRITERIA for item in batch.criteria)
         and (batch.has_eos or len(batch.criteria) == 1)
     )
@@ -159,7 +159,7 @@ def _in_lockstep(engine: PagedEngine, batch: Batch, prompts: list[list[int]]) ->
             adapter=adapters[row],
             prompt_embeds=batch.prompt_embeds(row),
             cache_salt=None if batch.embeds is None else uuid.uuid4().hex,  # zeros say nothing about the prompt
-            sampling=SamplingParams(LogitsProcessorList(), (), frozenset(), False, (), is_external=True),
+            sampling=external_sampling(),
         )
         for row, prompt in list(enumerate(prompts))[:: batch.num_siblings]
     ]
@@ -183,7 +183,7 @@ def _lockstep_rounds(rows: ExternalRows, batch: Batch, reserve: Callable[[int], 
     feeds_finished = (
         config.return_dict_in_generate
         or not batch.has_eos
-        or any(type(processor) not in _HISTORY_PROCESSORS for processor in batch.processors)
+        or any(type(processor) not in HISTORY_PROCESSORS for processor in batch.processors)
     )
     pad = config._pad_token_tensor.to(input_ids.device) if config._pad_token_tensor is not None else None
     unfinished = torch.ones(num_rows, dtype=torch.int64, device=input_ids.device)

@@ -1,9 +1,10 @@
-"""`model.generate(..., cache_implementation="paged")`: three wrapped methods, and the way back.
+"""`model.generate(..., cache_implementation="paged")`: four wrapped methods, and the way back.
 
 generate                         finds out whether "paged" is meant, opens a scope, calls the original
   stock prepares everything      inputs, masks, processors, criteria: its semantics stay its own
-  _prepare_cache_for_generation  beams, assisted and other loops of stock get a PagedKVCache
+  _prepare_cache_for_generation  assisted and other loops of stock get a PagedKVCache
   _sample                        greedy and sampling run on the engine instead of stock's loop
+  _beam_search                   beams run on the engine, inside stock's loop
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ logger = logging.getLogger("hf_paged")
 # Model inputs that a packed row carries in its own way, or that don't change what it computes.
 _KNOWN_INPUTS = frozenset({"attention_mask", "position_ids", "use_cache", "logits_to_keep", "tokenizer"})
 
-_METHODS = ("generate", "_prepare_cache_for_generation", "_sample")
+_METHODS = ("generate", "_prepare_cache_for_generation", "_sample", "_beam_search")
 _originals: dict[str, Callable[..., Any]] = {}
 _wrappers: dict[str, Callable[..., Any]] = {}
 _said: set[str] = set()
@@ -120,6 +121,8 @@ def _prepare_cache(
     generation_config.cache_implementation = generation_config.cache_config = None
     if generation_mode in ("sample", "greedy_search") and type(model)._sample is GenerationMixin._sample:
         return None  # _sample decides, and makes a cache if it is stock's loop that runs
+    if generation_mode in ("beam_search", "beam_sample") and type(model)._beam_search is GenerationMixin._beam_search:
+        return None
     _fall_back(model, f"{getattr(generation_mode, 'value', generation_mode)} runs stock's loop on a PagedKVCache")
     return _give_paged_cache(original, model, generation_config, model_kwargs, generation_mode, *args, **kwargs)
 
@@ -166,36 +169,19 @@ def _sample(
     streamer: Any = None,
     **model_kwargs: Any,
 ) -> Any:
-    call = _current(model)
-    if call is not None and streamer is not None:
-        from hf_paged.integrations.row_streamers import RowStreamers
+    if _current(model) is not None:
+        if streamer is not None:
+            from hf_paged.integrations.row_streamers import RowStreamers
 
-        if isinstance(streamer, RowStreamers):
-            stopping_criteria = streamer.watched(stopping_criteria, input_ids.shape[1])
-    if call is not None:
-        reason = _why_stock(model, call, input_ids, stopping_criteria, generation_config, synced_gpus, model_kwargs)
-        prepare_cache = functools.partial(_give_paged_cache, _originals["_prepare_cache_for_generation"])
-        if reason is None:
-            from hf_paged.errors import UnsupportedModelError
+            if isinstance(streamer, RowStreamers):
+                stopping_criteria = streamer.watched(stopping_criteria, input_ids.shape[1])
+        engine = _engine(model, input_ids, stopping_criteria, generation_config, synced_gpus, model_kwargs)
+        if engine is not None:
             from hf_paged.integrations.decoding import Batch, decode, with_embeds
-            from hf_paged.integrations.engines import engine_for
 
-            try:
-                engine = engine_for(model, call.config)
-            except UnsupportedModelError as error:
-                reason = str(error)
-                prepare_cache = functools.partial(_originals["_prepare_cache_for_generation"])  # stock, as it is
-            else:
-                mask = model_kwargs.get("attention_mask")
-                batch = Batch(input_ids, mask, logits_processor, stopping_criteria, generation_config, streamer)
-                batch = with_embeds(batch, model_kwargs.get("inputs_embeds"))
-                limit = engine.core.frequency_limit
-                if limit is None or stopping_criteria.max_length <= limit:
-                    return decode(engine, batch)
-                reason = f"rotary frequencies that change past position {limit} need stock's loop"
-        _fall_back(model, reason)
-        mode, length = generation_config.get_generation_mode(), int(stopping_criteria.max_length or 0)
-        prepare_cache(model, generation_config, model_kwargs, mode, input_ids.shape[0], length)
+            mask = model_kwargs.get("attention_mask")
+            batch = Batch(input_ids, mask, logits_processor, stopping_criteria, generation_config, streamer)
+            return decode(engine, with_embeds(batch, model_kwargs.get("inputs_embeds")))
     return original(
         model,
         input_ids,
@@ -206,6 +192,69 @@ def _sample(
         streamer=streamer,
         **model_kwargs,
     )
+
+
+def _beam_search(
+    original: Callable[..., Any],
+    model: Any,
+    input_ids: Any,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    synced_gpus: bool = False,
+    **model_kwargs: Any,
+) -> Any:
+    if _current(model) is not None:
+        engine = _engine(model, input_ids, stopping_criteria, generation_config, synced_gpus, model_kwargs)
+        if engine is not None:
+            from hf_paged.integrations import beams
+            from hf_paged.integrations.decoding import Batch
+
+            mask = model_kwargs.get("attention_mask")
+            batch = Batch(input_ids, mask, logits_processor, stopping_criteria, generation_config, None)
+            return beams.search(original, model, engine, batch)
+    return original(
+        model,
+        input_ids,
+        logits_processor=logits_processor,
+        stopping_criteria=stopping_criteria,
+        generation_config=generation_config,
+        synced_gpus=synced_gpus,
+        **model_kwargs,
+    )
+
+
+def _engine(
+    model: Any,
+    input_ids: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    synced_gpus: bool,
+    model_kwargs: dict[str, Any],
+) -> Any:
+    """The engine that runs this call; None, with stock's cache prepared and the reason said, if stock's loop must."""
+    call = _current(model)
+    assert call is not None
+    reason = _why_stock(model, call, input_ids, stopping_criteria, generation_config, synced_gpus, model_kwargs)
+    prepare_cache = functools.partial(_give_paged_cache, _originals["_prepare_cache_for_generation"])
+    if reason is None:
+        from hf_paged.errors import UnsupportedModelError
+        from hf_paged.integrations.engines import engine_for
+
+        try:
+            engine = engine_for(model, call.config)
+        except UnsupportedModelError as error:
+            reason = str(error)
+            prepare_cache = functools.partial(_originals["_prepare_cache_for_generation"])  # stock, as it is
+        else:
+            limit = engine.core.frequency_limit
+            if limit is None or stopping_criteria.max_length <= limit:
+                return engine
+            reason = f"rotary frequencies that change past position {limit} need stock's loop"
+    _fall_back(model, reason)
+    mode, length = generation_config.get_generation_mode(), int(stopping_criteria.max_length or 0)
+    prepare_cache(model, generation_config, model_kwargs, mode, input_ids.shape[0], length)
+    return None
 
 
 def _why_stock(
@@ -224,6 +273,8 @@ def _why_stock(
         return "synced_gpus, FSDP and ZeRO-3 need stock's loop, whose ranks step together"
     if generation_config.output_attentions or generation_config.output_hidden_states:
         return "attentions and hidden states come from stock's loop"
+    if generation_config.num_beams > 1 and hasattr(model, "_reorder_cache"):
+        return "beams of a model that reorders its cache itself run stock's loop"
     if generation_config.use_cache is False:
         return "use_cache=False needs stock's loop"
     if generation_config.is_assistant:
@@ -288,11 +339,12 @@ def _say(model: Any, reason: str) -> None:
 
 
 def install() -> None:
-    """Wraps the three methods. Done by `import hf_paged`; a second time changes nothing."""
+    """Wraps the four methods. Done by `import hf_paged`; a second time changes nothing."""
     implementations: dict[str, Callable[..., Any]] = {
         "generate": _generate,
         "_prepare_cache_for_generation": _prepare_cache,
         "_sample": _sample,
+        "_beam_search": _beam_search,
     }
     if _wrappers:
         return
@@ -315,7 +367,7 @@ def _wrap(original: Callable[..., Any], implementation: Callable[..., Any]) -> C
 
 
 def uninstall() -> None:
-    """Puts the three methods back. A patch that someone laid over ours stays, and reaches the original through it."""
+    """Puts the four methods back. A patch that someone laid over ours stays, and reaches the original through it."""
     for name, wrapper in _wrappers.items():
         if getattr(GenerationMixin, name) is wrapper:
             setattr(GenerationMixin, name, _originals[name])
