@@ -1,7 +1,7 @@
 """Blocks that beams hold at the peak, against beams that each hold a copy of the prompt and of their own tokens.
 
-    python -m benchmarks.beam_memory                some minutes; writes benchmarks/results/beam-memory.json
-    python -m benchmarks.beam_memory --report       only puts the table of that file into docs/beams.md
+python -m benchmarks.beam_memory                some minutes; writes benchmarks/results/beam-memory.json
+python -m benchmarks.beam_memory --report       only puts the table of that file into docs/beams.md
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CASES = (
 
 def main(
     output: Annotated[Path, typer.Option(help="The result file.")] = RESULT,
-    report: Annotated[bool, typer.Option("--report", help="Measure nothing; bring the page's table up to date.")] = False,
+    report: Annotated[bool, typer.Option("--report", help="Only put the file's table into the page.")] = False,
 ) -> None:
     """Measure, write a result file, put its table into the page, print it."""
     if not report:
@@ -77,7 +77,7 @@ def run(model: Any, tokenizer: Any, cases: Sequence[Case], command: str) -> dict
         "command": command,
         "commit": commit(),
         "machine": collect_environment(),
-        "model": type(model).__name__,
+        "model": "SmolLM2-135M-Instruct",
         "block_size": BLOCK_SIZE,
         "rows": rows,
     }
@@ -136,8 +136,8 @@ def markdown(result: dict[str, Any]) -> str:
         "|---:|---:|---:|---|---:|---:|---:|---:|",
         *_lines(result["rows"]),
         "",
-        f"Blocks of {result['block_size']} tokens, {result['model']} (SmolLM2-135M-Instruct), prompts of running text, no "
-        f"end token, prefix cache off; sampled beams at seed 0. {result['machine']['cpu']['model']}, "
+        f"Blocks of {result['block_size']} tokens, {result['model']}, prompts of running text, no end token before the "
+        f"last round, prefix cache off; sampled beams at seed 0. {result['machine']['cpu']['model']}, "
         f"{result['date'][:10]}, {result['commit'] or 'no repository'}: `{result['command']}`",
     ]
     return "\n".join(lines)
@@ -146,10 +146,9 @@ def markdown(result: dict[str, Any]) -> str:
 def _lines(rows: Iterable[dict[str, Any]]) -> Iterable[str]:
     for row in rows:
         beams = f"{row['num_beams']}{', sampled' if row['do_sample'] else ''}"
-        yield (
-            f"| {row['num_prompts']} | {row['prompt_tokens']} | {row['new_tokens']} | {beams} | {row['dense_blocks']} | "
-            f"{row['prompt_shared_blocks']} | {row['peak_blocks']} | **{row['saved_percent']:.0f}%** |"
-        )
+        sizes = (row["num_prompts"], row["prompt_tokens"], row["new_tokens"], beams)
+        counts = (row["dense_blocks"], row["prompt_shared_blocks"], row["peak_blocks"])
+        yield f"| {' | '.join(map(str, (*sizes, *counts)))} | **{row['saved_percent']:.0f}%** |"
 
 
 if __name__ == "__main__":

@@ -3,11 +3,11 @@
 Stock's own loop keeps the books: scores, finished beams, penalties, draws. What it takes for its model and its cache
 are the rows of an engine:
 
-    stock's _beam_search                           here                                 engine
-      _prefill(prompts)                        ──▶ a request a prompt               ──▶ computed once, shared by its beams
-      cache.reorder_cache(who goes on from whom) ▶ noted
-      self(sequences)                          ──▶ forks, gives up, appends         ──▶ one packed step for all beams
-    logits [B * num_beams, 1, vocab]           ◀──
+    stock's _beam_search                    here                         engine
+      _prefill(prompts)                 ──▶ a request a prompt       ──▶ computed once, shared by its beams
+      cache.reorder_cache(parents)      ──▶ noted
+      self(sequences)                   ──▶ forks, drops, appends    ──▶ one packed step for all beams
+    logits [B * num_beams, 1, vocab]    ◀──                          ◀──
 """
 
 from __future__ import annotations
@@ -201,7 +201,9 @@ class _DrivenModel:
 
     def _settled(self) -> torch.Tensor:
         # [B] bool: prompts with num_beams finished beams, of which none can be replaced any more
-        assert self._beam_scores is not None and self._is_finished is not None and self._can_improve is not None
+        assert self._beam_scores is not None
+        assert self._is_finished is not None
+        assert self._can_improve is not None
         is_full = (self._is_finished & (self._beam_scores > _REAL_SCORE)).all(dim=-1)
         if self._drops_full:
             return is_full
@@ -224,12 +226,14 @@ def _can_drop_settled(batch: Batch) -> bool:
     return (
         not batch.config.return_dict_in_generate
         and all(type(processor) in HISTORY_PROCESSORS for processor in batch.processors)
-        and all(
-            type(criterion) is stopping.MaxLengthCriteria
-            or (type(criterion) is stopping.EosTokenCriteria and set(criterion.eos_token_id.tolist()) <= ends)  # host: once a call
-            for criterion in batch.criteria
-        )
+        and all(_is_length_or_end(criterion, ends) for criterion in batch.criteria)
     )
+
+
+def _is_length_or_end(criterion: Any, ends: frozenset[int]) -> bool:
+    if type(criterion) is stopping.EosTokenCriteria:
+        return set(criterion.eos_token_id.tolist()) <= ends  # host: once a call
+    return type(criterion) is stopping.MaxLengthCriteria
 
 
 def _can_drop_full(batch: Batch) -> bool:

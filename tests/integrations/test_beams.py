@@ -123,7 +123,9 @@ def test_several_returned(count: int) -> None:
     _assert_equal(build("llama"), RAGGED, num_return_sequences=count)
 
 
-@pytest.mark.parametrize(("early_stopping", "length_penalty"), [*itertools.product([True, False, "never"], [-1, 0, 1.1])])
+@pytest.mark.parametrize(
+    ("early_stopping", "length_penalty"), [*itertools.product([True, False, "never"], [-1, 0, 1.1])]
+)
 def test_early_stopping_and_length_penalty_after_a_long_prompt(
     early_stopping: bool | str, length_penalty: float
 ) -> None:
