@@ -12,6 +12,8 @@ are the rows of an engine:
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import logging
 import uuid
 from collections.abc import Callable
@@ -19,6 +21,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.functional import pad as pad_columns
+from transformers import LogitsProcessorList
 from transformers.generation import logits_process
 from transformers.generation import stopping_criteria as stopping
 
@@ -60,6 +64,21 @@ def search(original: Callable[..., Any], model: Any, engine: PagedEngine, batch:
     Raises:
         CapacityError: one beam alone is more than the pool can ever hold.
     """
+    parts = _parts(engine, batch)
+    if len(parts) > 1:
+        results = []
+        for part in parts:
+            result, is_decided = _search(original, model, engine, part)
+            if not is_decided:
+                break
+            results.append(result)
+        else:
+            return _joined(results, batch)
+    return _search(original, model, engine, batch)[0]
+
+
+def _search(original: Callable[..., Any], model: Any, engine: PagedEngine, batch: Batch) -> tuple[Any, bool]:
+    # stock's result, and whether each prompt's is what it would be whatever other prompts there are
     beams = batch.config.num_beams
     prompts = batch.prompts()[::beams]
     requests = [
@@ -89,7 +108,56 @@ def search(original: Callable[..., Any], model: Any, engine: PagedEngine, batch:
             use_cache=True,
             **{CACHE_KEYWORD: cache},
         )
-        return _with_cache(result, rows, cache) if batch.config.return_dict_in_generate else result
+        if batch.config.return_dict_in_generate:
+            result = _with_cache(result, rows, cache)
+        return result, driven.is_decided()
+
+
+def _parts(engine: PagedEngine, batch: Batch) -> list[Batch]:
+    # as many prompts at a time as fit with all their beams, where a prompt's result doesn't depend on the others'
+    beams = batch.config.num_beams
+    prompts = batch.prompts()[::beams]
+    room = engine.room()
+    if batch.config.do_sample or not _are_independent(batch):
+        return [batch]
+    bounds, held = [0], 0
+    for index, prompt in enumerate(prompts):
+        needed = _blocks(engine, [prompt], beams, batch.max_new_tokens)
+        if held and held + needed > room:
+            bounds.append(index)
+            held = 0
+        held += needed
+    bounds.append(len(prompts))
+    if len(bounds) == 2:
+        return [batch]
+    return [_part(batch, start * beams, stop * beams) for start, stop in itertools.pairwise(bounds)]
+
+
+def _part(batch: Batch, start: int, stop: int) -> Batch:
+    return dataclasses.replace(
+        batch,
+        input_ids=batch.input_ids[start:stop],
+        attention_mask=None if batch.attention_mask is None else batch.attention_mask[start:stop],
+        processors=LogitsProcessorList(_for_rows(processor, start, stop) for processor in batch.processors),
+    )
+
+
+def _for_rows(processor: Any, start: int, stop: int) -> Any:
+    # from 5.24 on the repetition penalty holds one padding length a row
+    lengths = getattr(processor, "prompt_ignore_length", None)
+    if isinstance(lengths, torch.Tensor) and lengths.numel() > 1:
+        return logits_process.RepetitionPenaltyLogitsProcessor(
+            processor.penalty, prompt_ignore_length=lengths[start:stop]
+        )
+    return processor
+
+
+def _joined(results: list[torch.Tensor], batch: Batch) -> torch.Tensor:
+    # [B * num_return_sequences, L + longest], filled behind shorter ones with what stock fills with
+    pad, ends = batch.config._pad_token_tensor, batch.config._eos_token_tensor
+    fill = -1 if ends is None else int(pad or ends[0])
+    width = max(result.shape[1] for result in results)
+    return torch.cat([pad_columns(result, (0, width - result.shape[1]), value=fill) for result in results])
 
 
 def _blocks(engine: PagedEngine, prompts: list[list[int]], beams: int, num_new_tokens: int) -> int:
@@ -146,7 +214,8 @@ class _DrivenModel:
         self._active = list(range(self._num_rows))
         self._reserve = reserve
         self._horizon = _HORIZON
-        self._drops_settled = _can_drop_settled(batch)
+        self._rounds_left = batch.max_new_tokens
+        self._drops_settled = _are_independent(batch)
         self._drops_full = self._drops_settled and _can_drop_full(batch)
         self._beam_scores: torch.Tensor | None = None  # [B, num_beams], of the finished ones, best first
         self._is_finished: torch.Tensor | None = None  # [B, num_beams] bool
@@ -201,15 +270,23 @@ class _DrivenModel:
 
     def _settled(self) -> torch.Tensor:
         # [B] bool: prompts with num_beams finished beams, of which none can be replaced any more
+        assert self._can_improve is not None
+        if self._drops_full:
+            return self._full()
+        return self._full() & ~self._can_improve[:, 0] & self._drops_settled
+
+    def _full(self) -> torch.Tensor:
+        # [B] bool: prompts that have num_beams finished beams
         assert self._beam_scores is not None
         assert self._is_finished is not None
-        assert self._can_improve is not None
-        is_full = (self._is_finished & (self._beam_scores > _REAL_SCORE)).all(dim=-1)
-        if self._drops_full:
-            return is_full
-        return is_full & ~self._can_improve[:, 0] & self._drops_settled
+        return (self._is_finished & (self._beam_scores > _REAL_SCORE)).all(dim=-1)
+
+    def is_decided(self) -> bool:
+        """Whether, after the last round, no prompt would have gone on for another one's sake and changed."""
+        return self._rounds_left == 0 or bool(self._full().all())
 
     def _logits(self) -> _Output:
+        self._rounds_left -= 1
         logits = torch.stack(self._rows.logits(self._active)).to(self._device)
         if len(self._active) < self._num_rows:
             full = logits.new_zeros(self._num_rows, logits.shape[1])
@@ -218,7 +295,7 @@ class _DrivenModel:
         return _Output(logits[:, None])
 
 
-def _can_drop_settled(batch: Batch) -> bool:
+def _are_independent(batch: Batch) -> bool:
     # Who asked for more than tokens gets the rows' scores and cache. A processor of unknown class may look from one row
     # at another. Where all continuations of a prompt can stop at once, stock ends when those of all prompts have; with
     # (number of end-of-sequence ids + 1) * num_beams continuations, those ids alone never stop them all.

@@ -112,7 +112,7 @@ def _assert_equal(model: PreTrainedModel, prompts: list[list[int]], **options: A
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family(name: str, do_sample: bool) -> None:
     model = build(name)
-    sampling = {"do_sample": True, "temperature": 1.3, "top_k": 40} if do_sample else {}
+    sampling = {"do_sample": True, "temperature": 1.3, "top_k": 40, "length_penalty": -1.0} if do_sample else {}
     stock = _assert_equal(model, RAGGED, **sampling, num_return_sequences=3)
     lengths = (stock.beam_indices >= 0).sum(-1).tolist()
     assert len(set(lengths)) > 1, "every beam has the same length; the test is too easy"
@@ -265,10 +265,49 @@ def test_settings_drawn_at_random(seed: int) -> None:
 @pytest.mark.parametrize("do_sample", [False, True], ids=["beam search", "beam sampling"])
 def test_a_pool_too_small_for_all_beams_preempts(name: str, do_sample: bool) -> None:
     model = fresh(name)
-    pool = {"num_blocks": 12, "block_size": 8}  # the longest beam alone takes 7, and twelve run
+    pool = {"num_blocks": 8, "block_size": 8}  # the longest beam alone takes 7
     stock, paged = _both(model, RAGGED, pool=pool, do_sample=do_sample, eos_token_id=None)
     assert_equal_batches(paged, stock)
     assert _engine(model).stats()["num_preemptions"] > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"eos_token_id": None},
+        {"num_return_sequences": 3, "repetition_penalty": 1.4},
+        {"early_stopping": True, "pad_token_id": 5},
+        {"early_stopping": "never", "length_penalty": -1.0, "num_return_sequences": 2},
+        {"eos_token_id": [*range(1, 120)], "num_return_sequences": 4},
+    ],
+    ids=str,
+)
+def test_a_pool_that_holds_some_of_the_prompts_takes_some_at_a_time(options: dict[str, Any]) -> None:
+    model = fresh("llama")
+    prompts = [*RAGGED, *ragged_prompts(3, seed=9, shortest=3, longest=40)]
+    pool = {"num_blocks": 24, "block_size": 8}  # 13 for the longest prompt and its beams
+    stock, paged = _both(model, prompts, pool=pool, **options)
+    assert_equal_batches(paged, stock)
+    assert _engine(model).stats()["num_preemptions"] == 0
+
+
+def test_prompts_that_would_go_on_for_each_others_sake_run_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few tokens allowed, all beams of a prompt end and its search stops before it has enough finished ones."""
+    model = fresh("llama")
+    allowed = [5, 6]
+    options = {"suppress_tokens": [token for token in range(128) if token not in allowed], "eos_token_id": allowed}
+    prompts = [*RAGGED, *ragged_prompts(3, seed=9, shortest=3, longest=40)]
+    pool = {"num_blocks": 24, "block_size": 8}
+    sizes, search = [], beams._search
+
+    def counted(original: Any, model: Any, engine: Any, batch: beams.Batch) -> Any:
+        sizes.append(len(batch.input_ids))
+        return search(original, model, engine, batch)
+
+    monkeypatch.setattr(beams, "_search", counted)
+    stock, paged = _both(model, prompts, pool=pool, **options, num_return_sequences=4)
+    assert_equal_batches(paged, stock)
+    assert sizes[0] < sizes[-1] == 4 * len(prompts), "no part stopped short; the test is too easy"
 
 
 def test_a_beam_that_can_never_fit_says_so() -> None:
