@@ -77,7 +77,7 @@ def run(model: Any, tokenizer: Any, cases: Sequence[Case], command: str) -> dict
         "command": command,
         "commit": commit(),
         "machine": collect_environment(),
-        "model": "SmolLM2-135M-Instruct",
+        "model": type(model).__name__,
         "block_size": BLOCK_SIZE,
         "rows": rows,
     }
@@ -136,8 +136,8 @@ def markdown(result: dict[str, Any]) -> str:
         "|---:|---:|---:|---|---:|---:|---:|---:|",
         *_lines(result["rows"]),
         "",
-        f"Blocks of {result['block_size']} tokens, {result['model']}, prompts of running text, no end token before the "
-        f"last round, prefix cache off; sampled beams at seed 0. {result['machine']['cpu']['model']}, "
+        f"Blocks of {result['block_size']} tokens, SmolLM2-135M-Instruct, prompts of running text, no end token before "
+        f"the last round, prefix cache off; sampled beams at seed 0. {result['machine']['cpu']['model']}, "
         f"{result['date'][:10]}, {result['commit'] or 'no repository'}: `{result['command']}`",
     ]
     return "\n".join(lines)

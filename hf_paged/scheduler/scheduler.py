@@ -64,7 +64,8 @@ class Scheduler:
     def replace(self, sequence: Sequence, source: Sequence) -> None:
         """Makes a sequence forget its own tokens and go on from those of another, whose blocks it shares.
 
-        Both wait for their next token: all their tokens are computed, or were before they were preempted.
+        Both wait for their next token: all their tokens are computed, or were before they were preempted. For requests
+        whose outputs nobody reads, since tokens that were shown would be taken back.
         """
         self.allocator.free(sequence)
         sequence.token_ids = list(source.token_ids)
