@@ -11,6 +11,7 @@ from transformers.generation import logits_process
 from transformers.generation import stopping_criteria as stopping
 
 from hf_paged.engine.external import ExternalRows
+from hf_paged.engine.grammar_processor import GrammarProcessor
 from hf_paged.engine.params import eos_ids
 from hf_paged.integrations.decoding import HISTORY_PROCESSORS, Batch
 
@@ -23,6 +24,9 @@ _MILD_PROCESSORS = (
     logits_process.ExponentialDecayLengthPenalty,
     logits_process.LogitNormalization,
 )
+
+# Processors that may raise at tokens which they would never have let a row have.
+_STRICT_PROCESSORS = (logits_process.PrefixConstrainedLogitsProcessor, GrammarProcessor)
 
 # Stock scores what can't be chosen, and beams that aren't there yet, with -1e9.
 _REAL_SCORE = -1e8
@@ -154,12 +158,14 @@ class BeamModel:
 def are_independent(batch: Batch) -> bool:
     """Whether nobody sees what becomes of a prompt's beams once it has settled, and no other prompt depends on them."""
     # Who asked for more than tokens gets the rows' scores and cache. A processor of unknown class may look from one row
-    # at another. Where all continuations of a prompt can stop at once, stock ends when those of all prompts have; with
-    # (number of end-of-sequence ids + 1) * num_beams continuations, those ids alone never stop them all.
+    # at another. Settled rows go on in the books, with tokens that mean nothing, at which some might raise. Where all
+    # continuations of a prompt can stop at once, stock ends when those of all prompts have; with (number of
+    # end-of-sequence ids + 1) * num_beams continuations, those ids alone never stop them all.
     ends = eos_ids(batch.config)
     return (
         not batch.config.return_dict_in_generate
         and all(type(processor) in HISTORY_PROCESSORS for processor in batch.processors)
+        and not any(isinstance(processor, _STRICT_PROCESSORS) for processor in batch.processors)
         and all(_is_length_or_end(criterion, ends) for criterion in batch.criteria)
     )
 

@@ -18,6 +18,8 @@ from hf_paged.engine.external import ExternalRows
 from hf_paged.errors import CapacityError
 from hf_paged.integrations import beams
 from hf_paged.integrations import generate as hook
+from hf_paged.integrations.engines import num_fallbacks
+from tests import families
 from tests.cache import _encoder_decoders
 from tests.oracle import TALLY, assert_equal_batches, left_pad, ragged_prompts, random_prompt, solo
 from tests.tiny_tokenizer import tiny_tokenizer
@@ -118,6 +120,22 @@ def test_a_family(name: str, do_sample: bool) -> None:
     assert len(set(lengths)) > 1, "every beam has the same length; the test is too easy"
 
 
+@pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1", families.GATHERED[0]])
+def test_states_and_gathered_keys_follow_the_beams(name: str) -> None:
+    """Each prompt against stock alone, since recurrent layers of stock see the padding."""
+    model = families.build(name)
+    before = num_fallbacks(model)
+    options = {"num_beams": 3, "max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    ids, mask = left_pad(RAGGED)
+    paged = model.generate(ids, attention_mask=mask, **options, cache_implementation="paged")
+    for row, prompt in zip(paged, RAGGED, strict=True):
+        alone = torch.tensor([prompt])
+        stock = model.generate(alone, attention_mask=torch.ones_like(alone), **options)
+        assert_equal_batches(row[None, ids.shape[1] :], stock[:, len(prompt) :], name)
+    assert num_fallbacks(model) == before
+    _engine(model).check()
+
+
 @pytest.mark.parametrize("count", [2, 4])
 def test_several_returned(count: int) -> None:
     _assert_equal(build("llama"), RAGGED, num_return_sequences=count)
@@ -199,6 +217,16 @@ class _AfterAnyOf(StoppingCriteria):
 def test_criteria_of_ones_own(ends: list[int] | None) -> None:
     criteria = StoppingCriteriaList([_AfterAnyOf([*range(64)])])
     _assert_equal(build("llama"), RAGGED, stopping_criteria=criteria, eos_token_id=ends)
+
+
+def test_allowed_tokens_by_prompt() -> None:
+    def allowed(prompt: int, tokens: torch.Tensor) -> list[int]:
+        last = int(tokens[-1])
+        # only of tokens that it allowed itself, or of the prompt's
+        assert last % 3 == prompt or tokens.tolist()[-len(RAGGED[prompt]) :] == RAGGED[prompt]
+        return [token for token in range(1, 128) if token % 3 == prompt]
+
+    _assert_equal(build("llama"), RAGGED, prefix_allowed_tokens_fn=allowed, early_stopping=True)
 
 
 def test_stop_strings() -> None:
