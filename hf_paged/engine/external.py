@@ -6,22 +6,37 @@ from collections.abc import Sequence as SequenceOf
 from types import TracebackType
 
 import torch
+from transformers import LogitsProcessorList
 from transformers.cache_utils import Cache
 
 from hf_paged.engine.engine import PagedEngine
+from hf_paged.engine.params import SamplingParams
 from hf_paged.engine.returned_cache import copy_rows
 from hf_paged.errors import CapacityError, PagedError
 from hf_paged.request import Request, Sequence, SequenceState
 
 
+def external_sampling() -> SamplingParams:
+    """The sampling of a request whose tokens are chosen outside."""
+    return SamplingParams(LogitsProcessorList(), (), frozenset(), False, (), is_external=True)
+
+
 class ExternalRows:
     """The sequences of some requests, as rows 0, 1, 2, ... A context manager: leaving ends those that haven't ended.
+
+    Rows may go on from one another, as beams do: `reorder` moves row numbers between sequences, and forks only where
+    two rows go on from one.
+
+        row           0  1  2  3
+        sequence      a  b  c  d
+        goes on from  2  0  2  0
+        sequence      c  a  b  d      c and a change their rows; b and d give up their blocks and share c's and a's
 
     The requests' `max_new_tokens` may be more than fits: most rows end long before, and `append` raises if one doesn't.
 
     Args:
         engine: computes the rows, together with whatever else it runs.
-        requests: with `sampling.is_external` set; siblings are rows one after another.
+        requests: with `external_sampling()`; siblings are rows one after another.
     """
 
     def __init__(self, engine: PagedEngine, requests: SequenceOf[Request]) -> None:
@@ -29,6 +44,7 @@ class ExternalRows:
         self._core = engine.core
         self._requests: list[Request] = []
         self._asked = requests
+        self._reordered: list[Sequence] = []  # by row, once a row went on from another
 
     def __enter__(self) -> ExternalRows:
         with self._engine.lock:
@@ -48,7 +64,7 @@ class ExternalRows:
         self.finish(range(len(self._sequences())))
 
     def _sequences(self) -> list[Sequence]:
-        return [sequence for request in self._requests for sequence in request.sequences]
+        return self._reordered or [sequence for request in self._requests for sequence in request.sequences]
 
     def logits(self, rows: SequenceOf[int]) -> list[torch.Tensor]:
         """Logits `[vocab]` float32 for the next token of each of `rows`. Runs steps until they are there.
@@ -69,6 +85,33 @@ class ExternalRows:
                     raise PagedError(
                         "The engine has rows without logits but nothing to run; its scheduler has a defect."
                     )
+
+    def reorder(self, rows: SequenceOf[int], parents: SequenceOf[int]) -> None:
+        """Row `rows[i]` goes on from what row `parents[i]` has been; blocks are shared, and copied when written.
+
+        To be called when the rows have their logits and before their next tokens. Rows go on from siblings only.
+
+        Raises:
+            PagedError: a parent is not among the rows, or of another request.
+        """
+        with self._engine.lock:
+            sequences = self._sequences()
+            sources = [sequences[parent] for parent in parents]
+            if not set(parents) <= set(rows):
+                raise PagedError("A row can only go on from one of the rows that are reordered together.")
+            if any(sequences[row].request is not source.request for row, source in zip(rows, sources, strict=True)):
+                raise PagedError("A row can only go on from a row of the same request.")
+            given_up: dict[int, list[Sequence]] = {}
+            for row in set(rows) - set(parents):
+                given_up.setdefault(id(sequences[row].request), []).append(sequences[row])
+            reordered, taken = list(sequences), set()
+            for row, parent, source in zip(rows, parents, sources, strict=True):
+                reordered[row] = source
+                if parent in taken:
+                    reordered[row] = given_up[id(source.request)].pop()
+                    self._core.scheduler.replace(reordered[row], source)
+                taken.add(parent)
+            self._reordered = reordered
 
     def append(self, rows: SequenceOf[int], token_ids: SequenceOf[int]) -> None:
         """Gives rows their next tokens.

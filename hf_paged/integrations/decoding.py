@@ -24,7 +24,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from hf_paged.compat import CACHE_KEYWORD
 from hf_paged.engine.draft_source import DraftSource
 from hf_paged.engine.engine import PagedEngine
-from hf_paged.engine.external import ExternalRows
+from hf_paged.engine.external import ExternalRows, external_sampling
 from hf_paged.engine.grammar_processor import GrammarProcessor
 from hf_paged.engine.params import ROW_PROCESSORS, SamplingParams, eos_ids, shared_key
 from hf_paged.errors import RequestError
@@ -160,7 +160,7 @@ def _in_lockstep(engine: PagedEngine, batch: Batch, prompts: list[list[int]]) ->
             adapter=adapters[row],
             prompt_embeds=batch.prompt_embeds(row),
             cache_salt=None if batch.embeds is None else uuid.uuid4().hex,  # zeros say nothing about the prompt
-            sampling=SamplingParams(LogitsProcessorList(), (), frozenset(), False, (), is_external=True),
+            sampling=external_sampling(),
         )
         for row, prompt in list(enumerate(prompts))[:: batch.num_siblings]
     ]

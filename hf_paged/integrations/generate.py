@@ -2,9 +2,10 @@
 
 generate                         finds out whether "paged" is meant, opens a scope, calls the original
   stock prepares everything      inputs, masks, processors, criteria: its semantics stay its own
-  _prepare_cache_for_generation  beams and other loops of stock get a PagedKVCache
+  _prepare_cache_for_generation  other loops of stock get a PagedKVCache
   _sample                        greedy and sampling run on the engine instead of stock's loop
   _assisted_decoding             so do prompt lookup and assistant models
+  _beam_search                   beams run on the engine, inside stock's loop
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ logger = logging.getLogger("hf_paged")
 # Model inputs that a packed row carries in its own way, or that don't change what it computes.
 _KNOWN_INPUTS = frozenset({"attention_mask", "position_ids", "use_cache", "logits_to_keep", "tokenizer"})
 
-_METHODS = ("generate", "_prepare_cache_for_generation", "_sample", "_assisted_decoding")
+_METHODS = ("generate", "_prepare_cache_for_generation", "_sample", "_assisted_decoding", "_beam_search")
 _originals: dict[str, Callable[..., Any]] = {}
 _wrappers: dict[str, Callable[..., Any]] = {}
 _said: set[str] = set()
@@ -123,6 +124,8 @@ def _prepare_cache(
         return None  # _sample decides, and makes a cache if it is stock's loop that runs
     assisted = GenerationMixin._assisted_decoding
     if generation_mode == "assisted_generation" and type(model)._assisted_decoding is assisted:
+        return None
+    if generation_mode in ("beam_search", "beam_sample") and type(model)._beam_search is GenerationMixin._beam_search:
         return None
     _fall_back(model, f"{getattr(generation_mode, 'value', generation_mode)} runs stock's loop on a PagedKVCache")
     return _give_paged_cache(original, model, generation_config, model_kwargs, generation_mode, *args, **kwargs)
@@ -239,6 +242,36 @@ def _assisted_decoding(
     )
 
 
+def _beam_search(
+    original: Callable[..., Any],
+    model: Any,
+    input_ids: Any,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    synced_gpus: bool = False,
+    **model_kwargs: Any,
+) -> Any:
+    if _current(model) is not None:
+        engine = _engine(model, input_ids, stopping_criteria, generation_config, synced_gpus, model_kwargs)
+        if engine is not None:
+            from hf_paged.integrations import beams
+            from hf_paged.integrations.decoding import Batch
+
+            mask = model_kwargs.get("attention_mask")
+            batch = Batch(input_ids, mask, logits_processor, stopping_criteria, generation_config, None)
+            return beams.search(original, model, engine, batch)
+    return original(
+        model,
+        input_ids,
+        logits_processor=logits_processor,
+        stopping_criteria=stopping_criteria,
+        generation_config=generation_config,
+        synced_gpus=synced_gpus,
+        **model_kwargs,
+    )
+
+
 def _watched(streamer: Any, stopping_criteria: Any, input_ids: Any) -> Any:
     # streamers of single rows hear from the criteria when theirs ends
     if streamer is None:
@@ -302,6 +335,8 @@ def _why_stock(
         return "synced_gpus, FSDP and ZeRO-3 need stock's loop, whose ranks step together"
     if generation_config.output_attentions or generation_config.output_hidden_states:
         return "attentions and hidden states come from stock's loop"
+    if generation_config.num_beams > 1 and hasattr(model, "_reorder_cache"):
+        return "beams of a model that reorders its cache itself run stock's loop"
     if generation_config.use_cache is False:
         return "use_cache=False needs stock's loop"
     if generation_config.is_assistant:
@@ -372,6 +407,7 @@ def install() -> None:
         "_prepare_cache_for_generation": _prepare_cache,
         "_sample": _sample,
         "_assisted_decoding": _assisted_decoding,
+        "_beam_search": _beam_search,
     }
     if _wrappers:
         return

@@ -62,6 +62,22 @@ class Scheduler:
         self.allocator.fork(parent, child)
         self._run(child)
 
+    def replace(self, sequence: Sequence, source: Sequence) -> None:
+        """Makes a sequence forget its own tokens and go on from those of another, whose blocks it shares.
+
+        Both wait for their next token: all their tokens are computed, or were before they were preempted. For requests
+        whose outputs nobody reads, since tokens that were shown would be taken back.
+        """
+        self.allocator.free(sequence)
+        sequence.token_ids = list(source.token_ids)
+        if source.state is SequenceState.RUNNING:
+            self.allocator.fork(source, sequence)
+            if sequence.state is not SequenceState.RUNNING:
+                self._run(sequence)
+        elif sequence.state is SequenceState.RUNNING:
+            self.running.pop(self._position(sequence))
+            sequence.state = SequenceState.IDLE
+
     def finish(self, sequence: Sequence) -> None:
         """Ends a sequence, wherever it is, and takes its blocks."""
         if sequence.state is SequenceState.RUNNING:

@@ -56,7 +56,7 @@ def _one_rank() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"num_beams": 2}, "beam_search"),
+        ({"num_beams": 2, "use_cache": False}, "use_cache=False"),
         ({"use_cache": False}, "use_cache=False"),
         ({"output_attentions": True, "return_dict_in_generate": True}, "attentions"),
         ({"prompt_lookup_num_tokens": 2, "return_dict_in_generate": True}, "assisted generation"),
