@@ -63,7 +63,9 @@ class InFlight:
                 self._admit(engine)
                 self._reserve(engine)
                 if not engine.advance():
-                    raise PagedError("The engine has unfinished requests but nothing to run; its scheduler has a defect.")
+                    raise PagedError(
+                        "The engine has unfinished requests but nothing to run; its scheduler has a defect."
+                    )
             ended = [request for _, request in self._running if request.is_finished]
         if ended:
             self._running = [pair for pair in self._running if not pair[1].is_finished]

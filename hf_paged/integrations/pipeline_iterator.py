@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -95,6 +96,14 @@ class PagedPipelineIterator(IterableDataset[Any]):
         if not goes_on:
             self._start()
         return self
+
+    def __enter__(self) -> PagedPipelineIterator:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
 
     def _start(self) -> None:
         self.close()
