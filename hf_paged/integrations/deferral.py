@@ -49,8 +49,8 @@ class DeferredCall:
         if "length" in reasons and max(map(len, new)) < self.max_new_tokens:
             raise CapacityError(
                 f"A prompt of {request.num_prompt_tokens} tokens and {self.max_new_tokens} new ones pass the model's "
-                f"{self.engine.core.position_limit} positions, and it did not end before them; set max_new_tokens to at "
-                f"most {request.max_new_tokens}, or shorten the prompt."
+                f"{self.engine.core.position_limit} positions, and it did not end before them; set max_new_tokens to "
+                f"at most {request.max_new_tokens}, or shorten the prompt."
             )
         width = max(map(len, new))
         padded = [[*row, *[self.pad_token_id] * (width - len(row))] for row in new]

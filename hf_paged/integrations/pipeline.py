@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from torch.utils.data import Dataset
 from transformers import Pipeline, TextGenerationPipeline
 from transformers.pipelines import PIPELINE_REGISTRY
 
@@ -19,6 +20,23 @@ from hf_paged.integrations import generate as hook
 from hf_paged.integrations.pipeline_iterator import PagedPipelineIterator, say_once, seeded
 
 TASK = "text-generation"
+
+
+# What stock tells apart by itself, or refuses with a reason.
+_AS_STOCK = (str, bytes, list, tuple, Mapping, Dataset, types.GeneratorType)
+
+
+class _Column(Dataset[Any]):
+    """A sequence as a dataset."""
+
+    def __init__(self, items: Sequence[Any]) -> None:
+        self._items = items
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._items[index]
 
 
 class PagedPipelineMixin:
@@ -57,10 +75,12 @@ class PagedPipelineMixin:
             As stock's: a list of dicts for one prompt, a list of those for a list, an iterator of those for a dataset
             or an iterator.
         """
-        if isinstance(text_inputs, Iterator) and not isinstance(text_inputs, types.GeneratorType):
-            text_inputs = (item for item in text_inputs)
         if isinstance(text_inputs, list) and not text_inputs:
             return []
+        if isinstance(text_inputs, Iterable) and not isinstance(text_inputs, _AS_STOCK):
+            # iterators, and the columns of other libraries' data sets: stock would take them for one prompt
+            is_indexed = isinstance(text_inputs, Sequence)
+            text_inputs = _Column(text_inputs) if is_indexed else (item for item in text_inputs)
         return super().__call__(text_inputs, **keywords)  # type: ignore[misc]
 
     def get_iterator(

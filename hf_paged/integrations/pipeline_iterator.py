@@ -247,7 +247,7 @@ class _Indexed(Iterator[Any]):
 
 @contextlib.contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Torch's generators as after `torch.manual_seed(seed)`; outside, those of the CPU and of `device` go on as before."""
+    """Torch's generators as after `torch.manual_seed(seed)`; behind it, those of the CPU and of `device` go on."""
     devices = [device] if device.type not in ("cpu", "meta") else []
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
         torch.manual_seed(seed)

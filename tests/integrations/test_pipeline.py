@@ -7,6 +7,7 @@ import functools
 import itertools
 import logging
 import threading
+from collections import UserList, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,6 +28,7 @@ from transformers.pipelines.pt_utils import KeyDataset
 
 import hf_paged
 from hf_paged import PagedConfig, PagedTextGenerationPipeline, get_engine, num_fallbacks, paged_pipeline
+from hf_paged.engine import in_flight
 from hf_paged.errors import CapacityError, ConfigError, EngineClosedError, PagedError
 from hf_paged.integrations import generate as hook
 from hf_paged.integrations.pipeline_iterator import say_once
@@ -76,9 +78,7 @@ def _model(name: str = "llama") -> PreTrainedModel:
 
 
 def _stock(model: PreTrainedModel | None = None, **settings: Any) -> Any:
-    return pipeline(
-        "text-generation", model=model or _model(), tokenizer=_tokenizer(), device="cpu", **settings
-    )
+    return pipeline("text-generation", model=model or _model(), tokenizer=_tokenizer(), device="cpu", **settings)
 
 
 def _both(model: PreTrainedModel | None = None, **settings: Any) -> tuple[Any, Any]:
@@ -165,7 +165,6 @@ CALLS: dict[str, dict[str, Any]] = {
     "prefix and max_length": {"prefix": "Once upon ", "max_length": 90, "max_new_tokens": None},
     "stop_sequence": {"stop_sequence": "i"},
     "stop_strings": {"stop_strings": ["e", "xY"], "tokenizer": tiny_tokenizer()},
-    "hole": {"handle_long_generation": "hole"},
     "max_new_tokens": {"max_new_tokens": 3},
     "min_new_tokens": {"min_new_tokens": 5, "eos_token_id": [101, 5]},
     "an end token": {"eos_token_id": [101, 50, 54, 62, 117]},
@@ -173,7 +172,10 @@ CALLS: dict[str, dict[str, Any]] = {
     "clean_up_tokenization_spaces": {"clean_up_tokenization_spaces": True},
     "add_special_tokens": {"add_special_tokens": False},
     "truncation": {"tokenizer_encode_kwargs": {"truncation": True, "max_length": 12}},
-    "padded prompts": {"tokenizer_encode_kwargs": {"padding": "max_length", "max_length": 90}, "repetition_penalty": 1.4},
+    "padded prompts": {
+        "tokenizer_encode_kwargs": {"padding": "max_length", "max_length": 90},
+        "repetition_penalty": 1.4,
+    },
     "repetition_penalty": {"repetition_penalty": 1.6},
     "no_repeat_ngram_size": {"no_repeat_ngram_size": 1},
     "bad_words_ids": {"bad_words_ids": [[67], [54], [119, 101]]},
@@ -297,12 +299,27 @@ def test_the_defaults_of_stocks_pipeline_hold() -> None:
 
 
 def test_settings_given_where_the_pipeline_was_made_hold() -> None:
-    settings: dict[str, Any] = {"max_new_tokens": 4, "return_full_text": False, "repetition_penalty": 1.5, "prefix": "A"}
+    settings: dict[str, Any] = {
+        "max_new_tokens": 4,
+        "return_full_text": False,
+        "repetition_penalty": 1.5,
+        "prefix": "A",
+    }
     stock, ours = _both(**settings)
     expected = stock(PROMPTS)
     _assert_equal(ours(PROMPTS), expected)
     _assert_equal(_stock(pipeline_class=PagedTextGenerationPipeline, **settings)(PROMPTS), expected)
     _assert_equal(stock(PROMPTS), expected)  # and the pipeline it was made from is as it was
+
+
+def test_a_hole_is_cut_into_long_prompts() -> None:
+    tokenizer = copy.deepcopy(_tokenizer())
+    tokenizer.model_max_length = 40
+    stock = pipeline("text-generation", model=_model(), tokenizer=tokenizer, device="cpu")
+    options: dict[str, Any] = {"handle_long_generation": "hole", "max_new_tokens": NEW, "return_tensors": True}
+    expected = stock(PROMPTS, **options)
+    assert max(len(item[0]["generated_token_ids"]) for item in expected) == 40
+    _assert_equal(paged_pipeline(stock)(PROMPTS, **options), expected)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -331,13 +348,17 @@ def test_quiet_preemption_in_a_small_pool() -> None:
     _at_rest(model)
 
 
-def test_a_pool_grows_with_answers_that_last() -> None:
-    model = _settled(fresh("llama", max_position_embeddings=2048))
+def test_a_pool_grows_with_answers_that_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_flight, "_HORIZON", 8)
+    monkeypatch.setattr(in_flight, "_STEPS_BETWEEN_LOOKS", 4)
+    model = _settled(fresh("llama"))
     stock, ours = _both(model)
-    _assert_equal(ours(PROMPTS[:3], max_new_tokens=300), stock(PROMPTS[:3], max_new_tokens=300))
+    _assert_equal(ours(PROMPTS, max_new_tokens=60), stock(PROMPTS, max_new_tokens=60))
     engine = get_engine(model)
     assert engine is not None
     assert engine.stats()["num_preemptions"] == 0
+    assert engine.stats()["num_blocks"] > 35
+    _at_rest(model)
 
 
 @pytest.mark.parametrize("where", ["paged_pipeline", "call", "pipeline"])
@@ -392,9 +413,7 @@ def test_torchs_seed_decides_whatever_runs_beside() -> None:
 def test_siblings_differ_and_ragged_ones_are_padded() -> None:
     ours = paged_pipeline(_stock())
     ends = [int(token) for token in range(40, 100, 5)]
-    outputs = ours(
-        PROMPTS, do_sample=True, num_return_sequences=4, eos_token_id=ends, seed=2, return_tensors=True
-    )
+    outputs = ours(PROMPTS, do_sample=True, num_return_sequences=4, eos_token_id=ends, seed=2, return_tensors=True)
     stock = _stock()(PROMPTS, do_sample=True, num_return_sequences=4, eos_token_id=ends, return_tensors=True)
     assert [len(item) for item in outputs] == [len(item) for item in stock] == [4] * len(PROMPTS)
     lengths = set()
@@ -510,6 +529,9 @@ def test_a_list_returns_a_list_and_other_inputs_an_iterator() -> None:
     _assert_equal(list(ours(text for text in PROMPTS)), expected)
     _assert_equal(list(ours(iter(PROMPTS))), expected)  # stock takes no iterator but a generator
     _assert_equal(list(ours(map(str, PROMPTS))), expected)
+    _assert_equal(list(ours(deque(PROMPTS))), expected)  # any other sequence, such as a column of `datasets`
+    assert len(ours(UserList(PROMPTS))) == len(PROMPTS)
+    _assert_equal(list(ours(UserList(PROMPTS))), expected)
     results = ours(_Rows(PROMPTS))
     assert len(results) == len(PROMPTS)
     _assert_equal(list(results), expected)
@@ -791,7 +813,9 @@ def test_batch_size_is_said_to_be_needless_once_and_changes_nothing(caplog: pyte
     with caplog.at_level(logging.WARNING, "hf_paged"):
         for _ in range(2):
             _assert_equal(ours(PROMPTS, batch_size=3), stock(PROMPTS))
-        _assert_equal(list(_stock(pipeline_class=PagedTextGenerationPipeline, batch_size=2)(iter(PROMPTS))), stock(PROMPTS))
+        _assert_equal(
+            list(_stock(pipeline_class=PagedTextGenerationPipeline, batch_size=2)(iter(PROMPTS))), stock(PROMPTS)
+        )
     said = [record.getMessage() for record in caplog.records if record.name == "hf_paged"]
     assert said == ["A paged pipeline runs as many prompts together as fit; it needs no batch_size."]
 
