@@ -44,7 +44,7 @@ class PagedPipelineMixin:
 
     def __init__(self, *args: Any, task: str = "", **kwargs: Any) -> None:
         _require_task(task)
-        super().__init__(*args, task=task, **kwargs)
+        super().__init__(*args, task=task, **kwargs)  # type: ignore[call-arg]  # the pipeline's, which comes next
 
     def _sanitize_parameters(
         self, progress: bool | None = None, seed: int | None = None, **parameters: Any
@@ -77,10 +77,12 @@ class PagedPipelineMixin:
         """
         if isinstance(text_inputs, list) and not text_inputs:
             return []
-        if isinstance(text_inputs, Iterable) and not isinstance(text_inputs, _AS_STOCK):
+        if not isinstance(text_inputs, _AS_STOCK):
             # iterators, and the columns of other libraries' data sets: stock would take them for one prompt
-            is_indexed = isinstance(text_inputs, Sequence)
-            text_inputs = _Column(text_inputs) if is_indexed else (item for item in text_inputs)
+            if isinstance(text_inputs, Sequence):
+                text_inputs = _Column(text_inputs)
+            elif isinstance(text_inputs, Iterable):
+                text_inputs = (item for item in text_inputs)
         return super().__call__(text_inputs, **keywords)  # type: ignore[misc]
 
     def get_iterator(
@@ -158,8 +160,12 @@ def paged_pipeline(pipe: Pipeline, config: PagedConfig | None = None, *, progres
     """
     if not isinstance(pipe, TextGenerationPipeline):
         raise TypeError(f"paged_pipeline takes a text-generation pipeline, not {type(pipe).__name__}. {_INSTEAD}")
-    cls = type(pipe) if isinstance(pipe, PagedPipelineMixin) else _paged_class(type(pipe))
-    paged = cls.__new__(cls)  # a shallow copy: all that was resolved when the pipeline was made, whatever its arguments
+    cls: type = type(pipe)
+    if not issubclass(cls, PagedPipelineMixin):
+        cls = _paged_class(cls)
+    paged: Any = cls.__new__(
+        cls
+    )  # a shallow copy: all that was resolved when the pipeline was made, whatever its arguments
     paged.__dict__.update(vars(pipe))
     settings: dict[str, Any] = {"progress": progress}
     if config is not None:
@@ -184,10 +190,11 @@ def _require_task(task: str) -> None:
 
 
 @functools.cache
-def _paged_class(base: type[TextGenerationPipeline]) -> type[TextGenerationPipeline]:
+def _paged_class(base: type) -> type:
     if base is TextGenerationPipeline:
         return PagedTextGenerationPipeline
-    return type(f"Paged{base.__name__}", (PagedPipelineMixin, base), {"__module__": __name__, "__doc__": base.__doc__})
+    bases: tuple[type, ...] = (PagedPipelineMixin, base)
+    return type(f"Paged{base.__name__}", bases, {"__module__": __name__, "__doc__": base.__doc__})
 
 
 def _runs_stock_forward(cls: type) -> bool:
