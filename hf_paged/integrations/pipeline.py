@@ -163,11 +163,10 @@ def paged_pipeline(pipe: Pipeline, config: PagedConfig | None = None, *, progres
     cls: type = type(pipe)
     if not issubclass(cls, PagedPipelineMixin):
         cls = _paged_class(cls)
-    paged: Any = cls.__new__(
-        cls
-    )  # a shallow copy: all that was resolved when the pipeline was made, whatever its arguments
+    # a shallow copy: what was resolved when the pipeline was made holds, whatever its arguments were
+    paged: Any = cls.__new__(cls)
     paged.__dict__.update(vars(pipe))
-    settings: dict[str, Any] = {"progress": progress}
+    settings: dict[str, Any] = {"progress": True} if progress else {}
     if config is not None:
         settings["cache_config"] = PagedConfig.from_any(config)
     paged._forward_params = {**pipe._forward_params, **settings}
