@@ -160,7 +160,7 @@ def paged_pipeline(pipe: Pipeline, config: PagedConfig | None = None, *, progres
     """
     if not isinstance(pipe, TextGenerationPipeline):
         raise TypeError(f"paged_pipeline takes a text-generation pipeline, not {type(pipe).__name__}. {_INSTEAD}")
-    cls: type = type(pipe)
+    cls: Any = type(pipe)
     if not issubclass(cls, PagedPipelineMixin):
         cls = _paged_class(cls)
     # a shallow copy: what was resolved when the pipeline was made holds, whatever its arguments were
@@ -189,7 +189,7 @@ def _require_task(task: str) -> None:
 
 
 @functools.cache
-def _paged_class(base: type) -> type:
+def _paged_class(base: Any) -> Any:
     if base is TextGenerationPipeline:
         return PagedTextGenerationPipeline
     bases: tuple[type, ...] = (PagedPipelineMixin, base)

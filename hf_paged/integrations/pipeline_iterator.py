@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sized
@@ -47,6 +48,26 @@ class _Item:
     outputs: dict[str, Any] | None = None
     call: DeferredCall | None = None
     error: Exception | None = None
+
+
+class EarlierTraceback(Exception):
+    """The cause of an error that is raised later than it happened: where it happened, as text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return f"\n{self.text}"
+
+
+def _detached(error: Exception) -> Exception:
+    # An error that waits for its turn in the window must not hold the frames that it came through: they hold the
+    # iterator, and one that is dropped would live, and its requests with it, until the collector finds the circle.
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    error.__traceback__ = error.__context__ = None
+    error.__cause__ = EarlierTraceback(text)
+    return error
 
 
 class PagedPipelineIterator(IterableDataset[Any]):
@@ -101,7 +122,7 @@ class PagedPipelineIterator(IterableDataset[Any]):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         self.close()
 
@@ -166,7 +187,7 @@ class PagedPipelineIterator(IterableDataset[Any]):
         except StopIteration:
             raise
         except Exception as error:
-            return _Item(error=error)
+            return _Item(error=_detached(error) if self._window else error)
         finally:
             self._num_taken += 1
 
@@ -214,6 +235,9 @@ class PagedPipelineIterator(IterableDataset[Any]):
             raise StopIteration
         while (call := self._window[0].call) is not None and not call.request.is_finished:
             ended = self._in_flight.step(call.engine, call.request)
+            for request in ended:
+                if isinstance(request.error, Exception):
+                    _detached(request.error)
             if ended:
                 tokens = sum(sequence.num_generated_tokens for request in ended for sequence in request.sequences)
                 self._count(len(ended), tokens)
