@@ -50,7 +50,7 @@ class _Item:
     error: Exception | None = None
 
 
-class EarlierTraceback(Exception):
+class EarlierError(Exception):
     """The cause of an error that is raised later than it happened: where it happened, as text."""
 
     def __init__(self, text: str) -> None:
@@ -66,7 +66,7 @@ def _detached(error: Exception) -> Exception:
     # iterator, and one that is dropped would live, and its requests with it, until the collector finds the circle.
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     error.__traceback__ = error.__context__ = None
-    error.__cause__ = EarlierTraceback(text)
+    error.__cause__ = EarlierError(text)
     return error
 
 
