@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessorList, PrefixConstrainedLogitsProcessor
 
 from hf_paged.engine.engine import PagedEngine
+from hf_paged.engine.grammar_processor import GrammarProcessor
 from hf_paged.engine.params import SamplingParams, eos_ids, shared_key
 from hf_paged.errors import CapacityError, PagedError, RequestError
-from hf_paged.integrations.decoding import _HISTORY_PROCESSORS, _ROW_CRITERIA, Batch, _for_row, _row_criteria, decode
+from hf_paged.integrations.decoding import _ROW_CRITERIA, HISTORY_PROCESSORS, Batch, _for_row, _row_criteria, decode
+from hf_paged.integrations.peft import adapters_of_call
 from hf_paged.request import Request
 
 
@@ -117,6 +119,8 @@ def _why_at_once(batch: Batch, own: tuple[Any, ...]) -> str | None:
         return "a call of several prompts"
     if batch.streamer is not None:
         return "a streamer"
+    if batch.embeds is not None:
+        return "inputs_embeds"
     if batch.config.return_dict_in_generate:
         return "return_dict_in_generate"
     for criterion in batch.criteria:
@@ -128,9 +132,16 @@ def _why_at_once(batch: Batch, own: tuple[Any, ...]) -> str | None:
     for processor in batch.processors:
         # made for this call, it serves one row only; the caller's may remember what it has seen
         is_alone = batch.num_siblings == 1 and id(processor) not in brought
-        if type(processor) not in _HISTORY_PROCESSORS and not is_alone:
+        if not is_alone and (
+            type(processor) not in HISTORY_PROCESSORS or (batch.num_siblings > 1 and _counts_rows(processor))
+        ):
             return type(processor).__name__
     return None
+
+
+def _counts_rows(processor: Any) -> bool:
+    # is told which row it is, or is made for one
+    return isinstance(processor, PrefixConstrainedLogitsProcessor | GrammarProcessor)
 
 
 def _deferred(engine: PagedEngine, batch: Batch, seed: int, *, has_own: bool) -> DeferredCall:
@@ -149,13 +160,14 @@ def _deferred(engine: PagedEngine, batch: Batch, seed: int, *, has_own: bool) ->
                 'truncation=True, or handle_long_generation="hole".'
             )
         max_new_tokens = min(max_new_tokens, limit - len(prompt) + 1)
-    processors = LogitsProcessorList(_for_row(processor, 0) for processor in batch.processors)
+    processors = LogitsProcessorList(_for_row(processor, 0, len(row)) for processor in batch.processors)
     pad = batch.config._pad_token_tensor
     request = Request(
         f"pipeline-{uuid.uuid4().hex}",
         prompt,
         max_new_tokens,
         num_sequences=batch.num_siblings,
+        adapter=adapters_of_call(engine.core.get_model(), 1)[0],
         sampling=SamplingParams(
             processors=processors,
             criteria=_row_criteria(batch.criteria),
