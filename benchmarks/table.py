@@ -6,7 +6,7 @@
     python -m benchmarks.table --readme docs/cpu.md    another page
 
 The markers are `<!-- bench:mixed -->` and `<!-- /bench:mixed -->`; those of the others have `compare`, `serving`,
-`growth` or `step-profile` for `mixed`.
+`growth`, `pipeline` or `step-profile` for `mixed`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import typer
 from benchmarks import comparison, summary
 from benchmarks.growth_table import markdown as growth_markdown
 from benchmarks.markers import put
+from benchmarks.pipeline import markdown as pipeline_markdown
 from benchmarks.serving_table import markdown as serving_markdown
 from benchmarks.step_profile import markdown as profile_markdown
 
@@ -34,6 +35,7 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "serving": serving_markdown,
     "growth": growth_markdown,
     "step-profile": profile_markdown,
+    "pipeline": pipeline_markdown,
 }
 
 
@@ -69,7 +71,7 @@ def newest(benchmark: str, folder: Path) -> Path:
     Raises:
         ValueError: there is none.
     """
-    files = list(folder.glob(f"{benchmark}-*.json"))
+    files = [*folder.glob(f"{benchmark}-*.json"), *folder.glob(f"{benchmark}.json")]
     if not files:
         command = "make bench" if benchmark == "mixed" else f"python -m benchmarks.{benchmark}"
         raise ValueError(f"no result of {benchmark!r} in {folder.name}; run {command}")

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hf_paged.engine.engine import PagedEngine
     from hf_paged.engine.grammar_processor import GrammarProcessor
     from hf_paged.integrations.engines import get_engine, num_fallbacks, release
+    from hf_paged.integrations.pipeline import PagedTextGenerationPipeline, paged_pipeline
     from hf_paged.request import RequestOutput, SequenceOutput
 
 __all__ = [
@@ -27,12 +28,14 @@ __all__ = [
     "PagedConfig",
     "PagedEngine",
     "PagedKVCache",
+    "PagedTextGenerationPipeline",
     "RequestOutput",
     "SequenceOutput",
     "__version__",
     "get_engine",
     "install",
     "num_fallbacks",
+    "paged_pipeline",
     "release",
     "uninstall",
 ]
@@ -42,10 +45,12 @@ _LAZY = {
     "GrammarProcessor": "hf_paged.engine.grammar_processor",
     "PagedEngine": "hf_paged.engine.engine",
     "PagedKVCache": "hf_paged.cache.paged_cache",
+    "PagedTextGenerationPipeline": "hf_paged.integrations.pipeline",
     "RequestOutput": "hf_paged.request",
     "SequenceOutput": "hf_paged.request",
     "get_engine": "hf_paged.integrations.engines",
     "num_fallbacks": "hf_paged.integrations.engines",
+    "paged_pipeline": "hf_paged.integrations.pipeline",
     "release": "hf_paged.integrations.engines",
 }
 

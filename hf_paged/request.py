@@ -237,7 +237,7 @@ class Request:
         self.prompt_logprobs: list[TokenLogprobs | None] = []
         self._prompt_logprobs_shown: tuple[TokenLogprobs | None, ...] = ()
         self.error: BaseException | None = None
-        self.is_abandoned = False  # who asked has left, and reads no more outputs
+        self.is_abandoned = False  # nobody reads its outputs: who asked has left, or looks at the request itself
         self.sequences = [Sequence(self, 0, list(self.prompt_token_ids))]
 
     @property

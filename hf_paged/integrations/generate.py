@@ -177,11 +177,12 @@ def _sample(
         stopping_criteria = _watched(streamer, stopping_criteria, input_ids)
         engine = _engine(model, input_ids, stopping_criteria, generation_config, synced_gpus, model_kwargs)
         if engine is not None:
-            from hf_paged.integrations.decoding import Batch, decode, with_embeds
+            from hf_paged.integrations.decoding import Batch, with_embeds
+            from hf_paged.integrations.deferral import run_or_defer
 
             mask = model_kwargs.get("attention_mask")
             batch = Batch(input_ids, mask, logits_processor, stopping_criteria, generation_config, streamer)
-            return decode(engine, with_embeds(batch, model_kwargs.get("inputs_embeds")))
+            return run_or_defer(engine, with_embeds(batch, model_kwargs.get("inputs_embeds")))
     return original(
         model,
         input_ids,
