@@ -1,4 +1,4 @@
-"""`model.generate(..., cache_implementation="paged")`: four wrapped methods, and the way back.
+"""`model.generate(..., cache_implementation="paged")`: five wrapped methods, and the way back.
 
 generate                         finds out whether "paged" is meant, opens a scope, calls the original
   stock prepares everything      inputs, masks, processors, criteria: its semantics stay its own
@@ -402,7 +402,7 @@ def _say(model: Any, reason: str) -> None:
 
 
 def install() -> None:
-    """Wraps the four methods. Done by `import hf_paged`; a second time changes nothing."""
+    """Wraps the five methods. Done by `import hf_paged`; a second time changes nothing."""
     implementations: dict[str, Callable[..., Any]] = {
         "generate": _generate,
         "_prepare_cache_for_generation": _prepare_cache,
@@ -431,7 +431,7 @@ def _wrap(original: Callable[..., Any], implementation: Callable[..., Any]) -> C
 
 
 def uninstall() -> None:
-    """Puts the four methods back. A patch that someone laid over ours stays, and reaches the original through it."""
+    """Puts the five methods back. A patch that someone laid over ours stays, and reaches the original through it."""
     for name, wrapper in _wrappers.items():
         if getattr(GenerationMixin, name) is wrapper:
             setattr(GenerationMixin, name, _originals[name])
