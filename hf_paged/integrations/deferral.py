@@ -83,6 +83,9 @@ class Deferral:
             RequestError: the prompt has tokens that the model has not.
         """
         self.why_not = _why_at_once(batch, self.own)
+        adapters = adapters_of_call(engine.core.get_model(), len(batch.input_ids))
+        if len(set(adapters)) > 1:
+            self.why_not = "adapter_names that differ"
         if self.why_not is None:
             self.taken = _deferred(engine, batch, self.seed, has_own=bool(self.own))
         return self.why_not is None
