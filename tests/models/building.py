@@ -53,23 +53,21 @@ def _fields(config_class: type[PretrainedConfig], extra: dict[str, Any]) -> dict
             fields[name] = value
         elif target in known:
             fields.setdefault(target, value)
-    nested = {name: value for name, value in own.items() if name in config_class.sub_configs}
-    for name, sub_class in config_class.sub_configs.items():
-        if name in nested and nested[name] is None:
+    for name, declared in config_class.sub_configs.items():
+        changes = own.get(name, {})
+        if changes is None:
             continue
-        sub_type = nested.get(name, {}).get("model_type")
-        if sub_type is not None:
-            sub_class = CONFIG_MAPPING[sub_type]
-        elif sub_class is AutoConfig:
+        sub_class = CONFIG_MAPPING[changes["model_type"]] if "model_type" in changes else declared
+        if sub_class is AutoConfig:
             default = getattr(config_class(), name, None)
             if default is None:
                 continue
             sub_class = type(default)
         tower = SETTINGS["vision"] if any(word in name for word in _TOWERS) else {}
-        made = _fields(sub_class, {**tower})
-        made.update({key: value for key, value in nested.get(name, {}).items()})
-        fields[name] = sub_class(**{key: value for key, value in made.items() if key != "model_type"})
-    fields.update({name: value for name, value in own.items() if name not in nested})
+        made = {**_fields(sub_class, tower), **changes}
+        made.pop("model_type", None)
+        fields[name] = sub_class(**made)
+    fields.update({name: value for name, value in own.items() if name not in config_class.sub_configs})
     return fields
 
 

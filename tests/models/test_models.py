@@ -56,7 +56,7 @@ def test_an_entry_gives_stocks_tokens(any_entry: Entry) -> None:
     _assert_as_known(any_entry)
 
 
-# -- the data and the pages ----------------------------------------------------------------------------------------------
+# -- the data and the pages --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("version", versions())
@@ -97,7 +97,7 @@ def test_families_have_the_names_that_people_use() -> None:
     assert family_of("rwkv") == OTHERS
 
 
-# -- the judge can say no --------------------------------------------------------------------------------------------------
+# -- the judge can say no --------------------------------------------------------------------------------
 
 
 def _with_positions_off_by_one(entry: Entry) -> dict[str, Any]:
