@@ -43,12 +43,15 @@ def config_of(entry: Entry) -> PretrainedConfig:
 
 
 def _fields(config_class: type[PretrainedConfig], extra: dict[str, Any]) -> dict[str, Any]:
-    known = {field.name for field in dataclasses.fields(config_class)}
+    known = {field.name: field.default for field in dataclasses.fields(config_class)}
     renamed = dict(config_class.attribute_map)
     own = SETTINGS["by_model_type"].get(config_class.model_type, {})
     fields: dict[str, Any] = {}
-    for name, value in {**SETTINGS["common"], **extra}.items():
+    layered = SETTINGS["with_layer_types"] if "layer_types" in {*known, *renamed} else {}
+    for name, value in {**SETTINGS["common"], **layered, **extra}.items():
         target = renamed.get(name, name)
+        if isinstance(known.get(target), list | tuple) and not isinstance(value, list):
+            continue  # a number a layer, or a side, where others have one
         if name in known:
             fields[name] = value
         elif target in known:
@@ -109,9 +112,9 @@ def build(entry: Entry, seed: int = 0, embedding_std: float = 1.0, gain: float =
     try:
         config = config_of(entry)
         model_class = getattr(transformers, entry.class_name)
-        text_config = config.get_text_config(decoder=True)
-        if isinstance(text_config, model_class.config_class):  # the text model of a larger one, as AutoModel makes it
-            config = text_config
+        wanted, text_config = model_class.config_class, config.get_text_config(decoder=True)
+        if not isinstance(config, wanted) and isinstance(text_config, wanted):
+            config = text_config  # the text model of a larger one, as AutoModel makes it
         torch.manual_seed(0)
         with torch.device("meta"):
             size = _num_parameters(model_class, config)

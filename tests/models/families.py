@@ -4,7 +4,7 @@ from __future__ import annotations
 
 # In the order of the page. A model type belongs to the family with the longest matching beginning.
 FAMILIES: dict[str, tuple[str, ...]] = {
-    "Llama": ("llama", "mllama", "apertus", "arcee", "cwm", "smollm3", "ministral"),
+    "Llama": ("llama", "mllama"),
     "Mistral and Mixtral": ("mistral", "mixtral", "ministral", "pixtral", "voxtral"),
     "Qwen": ("qwen",),
     "Gemma": ("gemma", "vaultgemma", "paligemma", "shieldgemma", "recurrent_gemma", "t5gemma"),

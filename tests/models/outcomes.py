@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,9 @@ def save(version: str, outcomes: dict[str, Outcome]) -> None:
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(outcomes[key])}" for key in sorted(outcomes))
     about = "Made by `python -m tests.models.table`; what the fields mean: tests/models/judging.py"
     text = f'{{\n"about": {json.dumps(about)},\n"transformers": "{version}",\n"models": {{\n{lines}\n}}\n}}\n'
-    file_of(version).write_text(text)
+    path = file_of(version).with_suffix(f".{os.getpid()}")
+    path.write_text(text)
+    path.replace(file_of(version))  # at once, so that another process reads all or nothing of it
 
 
 def wrong_cases(outcome: Outcome) -> dict[str, str]:

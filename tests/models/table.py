@@ -35,12 +35,12 @@ def main() -> None:
 
 def _judge(chosen: list[Entry], jobs: int) -> None:
     known = {entry.key for entry in entries()}
-    outcomes: dict[str, Outcome] = {key: value for key, value in load(INSTALLED).items() if key in known}
     started = time.monotonic()
     for entry, outcome in judge_isolated(chosen, jobs):
         seconds = outcome.pop("seconds", "")
-        outcomes[entry.key] = outcome
-        save(INSTALLED, outcomes)
+        # read again: other shards may write at the same time
+        outcomes: dict[str, Outcome] = {key: value for key, value in load(INSTALLED).items() if key in known}
+        save(INSTALLED, {**outcomes, entry.key: outcome})
         remark = "" if is_identical(outcome) else f"{outcome.get('why', '')} {wrong_cases(outcome) or ''}"
         sys.stdout.write(f"{entry.key:45} {outcome['mode']:15} {seconds:>5} {remark}\n")
         sys.stdout.flush()
