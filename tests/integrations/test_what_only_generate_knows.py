@@ -1,4 +1,4 @@
-"""Text alone for a vision-language model, and what a model's forward doesn't show: positions and windows of generate's."""
+"""Text alone for vision-language models, and what a forward doesn't show: positions and windows of generate's."""
 
 from __future__ import annotations
 
