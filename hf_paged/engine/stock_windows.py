@@ -1,6 +1,6 @@
 """A window that only stock's cache knows.
 
-Most models with a window say so in their masks, where the probe reads it. A few leave it to stock's cache, which forgets
+Most models with a window say so in their masks, which the probe reads. Some leave it to stock's cache, which forgets
 keys behind the window while the mask shows all that there are. What a token sees then depends on which tokens were
 computed together, and a pool that keeps everything would show it more.
 """
