@@ -6,6 +6,7 @@ show it, so comparing logits of forwards can't.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -41,4 +42,6 @@ def _positions(model: Any, device: torch.device) -> torch.Tensor | None:
     except (AttributeError, TypeError, KeyError, ValueError, RuntimeError):  # it needs more than text
         return None
     given = prepared.get("position_ids")
+    if given is None and positions is not None and "position_ids" in inspect.signature(model.forward).parameters:
+        raise UnsupportedModelError(f"{type(model).__name__} can't run packed. Its generate keeps positions from it.")
     return given if isinstance(given, torch.Tensor) and given.shape[-1] == _NUM_TOKENS else None
