@@ -18,12 +18,14 @@ PIP_INSTALL := -m pip install -qq --disable-pip-version-check --root-user-action
 SET_UP_FROM := pyproject.toml constraints.txt Makefile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-grid lint bench test-oldest clean
+.PHONY: help setup demo test test-grid test-models lint bench test-oldest test-models-oldest clean
 
 help:
 	@echo "make demo         32 prompts through stock generate and through hf_paged, side by side"
 	@echo "make test         the test suite on the newest supported transformers"
 	@echo "make test-grid    the large grid of settings, which the others leave out"
+	@echo "make test-models  every class of the newest supported transformers, tiny, against stock"
+	@echo "make test-models-oldest  the same on the oldest"
 	@echo "make test-oldest  the test suite on the oldest supported transformers"
 	@echo "make lint         ruff and mypy"
 	@echo "make bench        the benchmark 'mixed' as a table"
@@ -47,6 +49,12 @@ bench: .venv/ready
 
 test-grid: .venv/ready
 	@$(BIN)/python -m pytest $(PARALLEL) -m grid $(PYTEST_ARGS)
+
+test-models: .venv/ready
+	@$(BIN)/python -m pytest $(PARALLEL) -m models tests/models $(PYTEST_ARGS)
+
+test-models-oldest: .venv-oldest/ready
+	@$(BIN_OLDEST)/python -m pytest $(PARALLEL) -m models tests/models $(PYTEST_ARGS)
 
 test-oldest: .venv-oldest/ready
 	@$(BIN_OLDEST)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)

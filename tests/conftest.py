@@ -19,12 +19,11 @@ torch.set_num_threads(1)  # the models are tiny; more threads only wait for each
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if "grid" in config.option.markexpr:
-        return
-    large = [item for item in items if item.get_closest_marker("grid")]
-    if large:
-        config.hook.pytest_deselected(items=large)
-        items[:] = [item for item in items if not item.get_closest_marker("grid")]
+    for marker in ("grid", "models"):
+        large = [item for item in items if item.get_closest_marker(marker)]
+        if large and marker not in config.option.markexpr:
+            config.hook.pytest_deselected(items=large)
+            items[:] = [item for item in items if not item.get_closest_marker(marker)]
 
 
 @pytest.fixture(autouse=True)
@@ -52,3 +51,4 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-docs", action="store_true", help="let tests rewrite the pages that they check")
+    parser.addoption("--models-shard", help="with -m models: a part of the models, such as 1/4")

@@ -90,12 +90,15 @@ def _block_ids(table: NDArray[np.int64], start: int, end: int, block_size: int, 
 
 
 def _gather(pool: torch.Tensor, blocks: torch.Tensor, batch_size: int, start: int, end: int) -> torch.Tensor:
-    """Tokens `start` to `end - 1` of every row, dense: `[batch, heads, end - start, dim]`, a view of one copy."""
+    """Tokens `start` to `end - 1` of every row, dense: `[batch, heads, end - start, dim]`, contiguous.
+
+    Stock's caches return contiguous tensors, and attention code of some models takes views that need it.
+    """
     _, block_size, num_heads, head_dim = pool.shape
     width = blocks.numel() // batch_size * block_size if batch_size else 0
     rows = pool.index_select(0, blocks).view(batch_size, width, num_heads, head_dim)
     offset = start % block_size
-    return rows[:, offset : offset + end - start].transpose(1, 2)
+    return rows[:, offset : offset + end - start].transpose(1, 2).contiguous()
 
 
 class LayerGroup:

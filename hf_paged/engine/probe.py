@@ -221,7 +221,13 @@ def frequency_limit(config: Any) -> int | None:
 
 def position_limit(model: PreTrainedModel) -> int | None:
     """How many positions a model with a learned position table has; None for all others, which may go on."""
+    own = (type(model.config), type(model.config.get_text_config(decoder=True)))
+    towers: list[str] = []  # for images or sound, with tables of their own
     for name, module in model.named_modules():
+        if isinstance(module, PreTrainedModel) and not isinstance(module.config, own):
+            towers.append(f"{name}.")
+        if name.startswith(tuple(towers)):
+            continue
         if isinstance(module, torch.nn.Embedding) and name.rsplit(".", 1)[-1] in _POSITION_TABLES:
             return int(module.num_embeddings) - int(getattr(module, "offset", 0))
     return None

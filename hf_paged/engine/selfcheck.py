@@ -16,6 +16,8 @@ from hf_paged.cache.allocator import BlockAllocator
 from hf_paged.config import PagedConfig
 from hf_paged.engine.attention_swap import paged_attention
 from hf_paged.engine.model_runner import ModelRunner
+from hf_paged.engine.prompt_positions import check_prompt_positions
+from hf_paged.engine.stock_windows import check_stock_windows
 from hf_paged.errors import PagedError, UnsupportedModelError
 from hf_paged.request import Request, Sequence
 from hf_paged.scheduler.output import ScheduledSequence, SchedulerOutput
@@ -34,6 +36,8 @@ def check_packed_step(runner: ModelRunner, model: Any, config: PagedConfig) -> N
     Raises:
         UnsupportedModelError: they differ.
     """
+    check_prompt_positions(model, runner.device)
+    check_stock_windows(model, runner.layout)
     vocab_size = model.get_input_embeddings().weight.shape[0]
     prompts = [[(11 * index + 7 * length) % vocab_size for index in range(length)] for length in _PROMPT_LENGTHS]
     alone = torch.stack([_solo_logits(runner, model, prompt) for prompt in _compared(runner, prompts)])

@@ -357,7 +357,9 @@ def _why_stock(
         if reason is not None:
             return reason
         shape, known = model_kwargs["inputs_embeds"].shape[:2], known | {"inputs_embeds"}
-    extra = sorted(name for name, value in model_kwargs.items() if value is not None and name not in known)
+    # a dict of what encoders made of images is empty where there are none
+    given = {name for name, value in model_kwargs.items() if value is not None and not _is_empty(value)}
+    extra = sorted(given - known)
     if extra:
         return f"{', '.join(extra)} {'needs' if len(extra) == 1 else 'need'} stock's loop"
     mask = model_kwargs.get("attention_mask")
@@ -376,6 +378,10 @@ def _prepares_its_own_way(model: Any) -> bool:
     # on the instance; what PEFT puts back there after a call is the class's own
     own = vars(model).get("prepare_inputs_for_generation")
     return own is not None and getattr(own, "__func__", None) is not type(model).prepare_inputs_for_generation
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, dict) and not value
 
 
 def _is_sharded(model: Any) -> bool:
