@@ -121,7 +121,7 @@ def test_allowed_prefixes_of_requests_equal_stock(settings: dict[str, Any]) -> N
         },
         {"guidance_scale": 1.3, "do_sample": True, "num_return_sequences": 2},
     ],
-    ids=str,
+    ids=lambda options: ", ".join(sorted(options)),  # a function's address differs from process to process
 )
 def test_generate_on_a_ragged_batch(name: str, options: dict[str, Any]) -> None:
     model = fresh(name)
