@@ -79,7 +79,7 @@ class EngineCore:
     @property
     def can_take_back(self) -> bool:
         """Whether computed tokens can be forgotten again: keys and values can, recurrent states have no past."""
-        return not getattr(self.runner.layout, "states", None)
+        return not self.runner.layout.states
 
     def add(self, request: Request) -> None:
         """Queues a request whose id is free."""

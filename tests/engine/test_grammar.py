@@ -244,6 +244,20 @@ def test_prompt_lookup_stays_in_the_grammar() -> None:
     assert_equal_batches(paged, stock)
 
 
+@pytest.mark.parametrize("num_blocks", [128, 14])
+def test_drafts_from_the_text_itself_stay_in_the_grammar(num_blocks: int) -> None:
+    rule = {"regex": r"(ab[0-9]){9,14}!", "max_new_tokens": 60}  # repeats itself, so that drafts are found and stand
+    expected = _engine().generate(PROMPTS, **rule)
+    engine = _engine(num_blocks=num_blocks)
+    found = engine.generate(PROMPTS, prompt_lookup_num_tokens=4, max_matching_ngram_size=2, **rule)
+    for output, alone in zip(found, expected, strict=True):
+        assert_equal_tokens(output.token_ids, alone.token_ids)
+        assert re.fullmatch(rule["regex"], _text(output.token_ids))  # type: ignore[call-overload]
+    assert engine.stats()["num_accepted_tokens"] > 0
+    assert (engine.stats()["num_preemptions"] > 0) == (num_blocks == 14)
+    engine.check()
+
+
 def test_a_processor_may_be_used_again() -> None:
     model, processor = fresh("llama"), GrammarProcessor(tiny_tokenizer(), regex=REGEX)
     for more in ({}, {"cache_implementation": "paged"}):
