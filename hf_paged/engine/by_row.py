@@ -50,6 +50,7 @@ class _FromStart:
         self.sequence = sequence
         self.request = sequence.request
         self.token_ids = sequence.token_ids
+        self.draft_token_ids = sequence.draft_token_ids
         self.block_tables = sequence.block_tables
         self.num_computed_tokens = 0
         self.num_uncomputed_tokens = sequence.num_tokens

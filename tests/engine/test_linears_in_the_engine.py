@@ -55,6 +55,7 @@ def test_q_k_v_and_gate_up_are_joined() -> None:
 @needs_native
 def test_rows_beyond_the_crossover_are_torch_s(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_paged.linears.swap.LEAST_BYTES", 0)
+    monkeypatch.setattr("hf_paged.linears.forward.SURE_ROWS", 8)
     asked = []
     monkeypatch.setattr("hf_paged.linears.forward.measured_limit", lambda *arguments: asked.append(arguments) or 16)
     model = built_model("llama")
