@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_paged.fused.scope import Scope
+from hf_paged.linears.stand_in import StandIn
 
 _NAMES = ("gate_proj", "up_proj", "down_proj", "act_fn")
 _TOLERANCE = 1e-5
@@ -17,28 +17,22 @@ _TOLERANCE = 1e-5
 Known = dict[tuple[type, type, torch.Size], "str | None"]
 
 
-class GateForward:
+class GateForward(StandIn[nn.Module]):
     """Stands in for the `forward` of a gated feed-forward module. Its layers are called as modules, hooks and all."""
 
     def __init__(self, module: nn.Module, scope: Scope, kind: str) -> None:
-        self._module = weakref.ref(module)
-        self._stock = type(module).forward
+        super().__init__(module)
         self._scope = scope
         self._kind = kind
 
-    @property
-    def module(self) -> nn.Module | None:
-        """The feed-forward module, while it lives."""
-        return self._module()
-
     def __call__(self, x: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
         """As the module's own: `[..., hidden]` to `[..., hidden]`. What is given more than x is for stock."""
-        module = self._module()
+        module = self.module
         assert module is not None
         scope, modules = self._scope, module._modules
         act = modules["act_fn"]
         if others or options or not scope.takes(x) or act is None or _has_hooks(act):
-            result: torch.Tensor = self._stock(module, x, *others, **options)
+            result: torch.Tensor = self.stock(module, x, *others, **options)
             return result
         gate, up = modules["gate_proj"](x), modules["up_proj"](x)  # type: ignore[misc]
         if scope.takes(gate, up) and gate.shape == up.shape and gate.is_contiguous() and up.is_contiguous():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -10,29 +9,24 @@ from torch import nn
 
 from hf_paged.fused.scope import Scope
 from hf_paged.linears.eligible import is_plain
+from hf_paged.linears.stand_in import StandIn
 
 _EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
 _TOLERANCE = 2e-6
 
 
-class NormForward:
+class NormForward(StandIn[nn.Module]):
     """Stands in for the `forward` of a norm. It reads the weight at each call and keeps nothing of it."""
 
     def __init__(self, module: nn.Module, scope: Scope, eps: float, adds_one: bool) -> None:
-        self._module = weakref.ref(module)
-        self._stock = type(module).forward
+        super().__init__(module)
         self._scope = scope
         self._eps = eps
         self._adds_one = adds_one
 
-    @property
-    def module(self) -> nn.Module | None:
-        """The norm, while it lives."""
-        return self._module()
-
     def __call__(self, x: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
         """As the norm's own: `[..., n]` to `[..., n]`. What is given more than x, a gate for one, is for stock."""
-        module = self._module()
+        module = self.module
         assert module is not None
         weight = module._parameters["weight"]
         scope = self._scope
@@ -46,7 +40,7 @@ class NormForward:
             or not (x.is_contiguous() and weight.is_contiguous())
             or x.shape[-1:] != weight.shape
         ):
-            result: torch.Tensor = self._stock(module, x, *others, **options)
+            result: torch.Tensor = self.stock(module, x, *others, **options)
             return result
         scope.num_calls += 1
         return scope.kernels.rms_norm(x, weight, self._eps, self._adds_one, scope.num_threads)

@@ -24,6 +24,7 @@ from hf_paged.fused.kernels import FusedKernels
 from hf_paged.fused.norms import NormForward, norm_forward
 from hf_paged.fused.scope import Scope
 from hf_paged.linears.eligible import untouched_modules
+from hf_paged.linears.stand_in import standing_in
 from hf_paged.linears.swap import LEAST_BYTES, is_watched_by_others
 
 _logger = logging.getLogger(__name__)
@@ -88,23 +89,15 @@ class FusedSwap:
         if scope is None or is_watched_by_others():
             yield
             return
-        namespaces = []
         before, files = scope.thread, [] if rotary.is_compiling_process() else self._files
         rotary.install(files, scope)
         try:
             scope.thread, scope.num_threads = threading.get_ident(), torch.get_num_threads()
-            for forward in self._forwards:
-                module = forward.module
-                if module is not None and "forward" not in (namespace := module.__dict__):
-                    namespace["forward"] = forward
-                    namespaces.append((namespace, forward))
-            yield
+            with standing_in(self._forwards):
+                yield
         finally:
             scope.thread = before
             rotary.remove(files)
-            for namespace, forward in namespaces:
-                if namespace.get("forward") is forward:
-                    del namespace["forward"]
 
 
 def _is_large(model: nn.Module) -> bool:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import threading
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +12,7 @@ from hf_paged.linears.crossover import SURE_ROWS, measured_limit
 from hf_paged.linears.eligible import is_plain
 from hf_paged.linears.joining import Joined, Watch
 from hf_paged.linears.native import NativeProduct
+from hf_paged.linears.stand_in import StandIn
 
 
 class Scope:
@@ -42,7 +40,7 @@ class Scope:
         return alike or [weight]  # type: ignore[return-value]
 
 
-class NativeForward:
+class NativeForward(StandIn[nn.Linear]):
     """Computes what `nn.Linear.forward` of a module does, natively where that is right and faster.
 
     It reads the module's weights at each call, keeps nothing of them, and does what torch does for other threads, with
@@ -50,20 +48,15 @@ class NativeForward:
     """
 
     def __init__(self, module: nn.Linear, scope: Scope) -> None:
-        self._module = weakref.ref(module)
+        super().__init__(module)
         self._scope = scope
         self.joined: Joined | None = None
         self._known: tuple[int, torch.dtype] | None = None  # id and type of the weight that was looked at last
         self._limit, self._limit_threads = SURE_ROWS, 0
 
-    @property
-    def module(self) -> nn.Linear | None:
-        """The layer, while it lives."""
-        return self._module()
-
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """As `nn.Linear.forward`: `[..., k]` to `[..., n]`."""
-        module = self._module()
+        module = self.module
         assert module is not None
         scope = self._scope
         if scope.thread != threading.get_ident():
@@ -89,7 +82,7 @@ class NativeForward:
         return own
 
     def _weights(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        parameters: dict[str, Any] = self._module()._parameters  # type: ignore[union-attr]
+        parameters: dict[str, Any] = self.module._parameters  # type: ignore[union-attr]
         return parameters["weight"], parameters["bias"]
 
     def _fits(self, module: nn.Linear, x: torch.Tensor) -> bool:
@@ -126,7 +119,3 @@ class NativeForward:
             self._limit = measured_limit(scope.weights_like(weight), scope.product, scope.num_threads)
             self._limit_threads = scope.num_threads
         return num_rows <= self._limit
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        # a model that another thread copies or pickles at this moment has its own forward in the copy
-        return functools.partial, (nn.Linear.forward, self._module())

@@ -18,6 +18,7 @@ from hf_paged.linears.eligible import eligible_linears
 from hf_paged.linears.forward import NativeForward, Scope
 from hf_paged.linears.joining import Joined, Watch
 from hf_paged.linears.native import NativeProduct
+from hf_paged.linears.stand_in import standing_in
 
 _logger = logging.getLogger(__name__)
 
@@ -94,25 +95,17 @@ class LinearSwap:
         if scope is None or not self._forwards or is_watched_by_others():
             yield
             return
-        namespaces = []
         before = scope.thread
         try:
             scope.thread, scope.num_threads = threading.get_ident(), torch.get_num_threads()
             if not self._is_watched:
                 scope.watch = Watch()
-            for forward in self._forwards:
-                module = forward.module
-                if type(module) is nn.Linear and "forward" not in (namespace := module.__dict__):
-                    namespace["forward"] = forward
-                    namespaces.append((namespace, forward))
-            yield
+            with standing_in(self._forwards):
+                yield
             if scope.watch is not None:
                 self._join(scope.watch.groups())
         finally:
             scope.thread, scope.watch = before, None
-            for namespace, forward in namespaces:
-                if namespace.get("forward") is forward:
-                    del namespace["forward"]
             self._settle()
 
     def _join(self, groups: list[Joined]) -> None:

@@ -2,19 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
-from hf_paged.errors import ConfigError
 from hf_paged.fused.kernels import FusedKernels
+from tests.linears.built import needs
 
-
-def _missing() -> str:
-    try:
-        FusedKernels()
-    except ConfigError as error:
-        return f"the fused operations can't be built here: {error}"
-    return ""
-
-
-MISSING = _missing()
-needs_fused = pytest.mark.skipif(bool(MISSING), reason=MISSING or "they can be built")
+needs_fused = needs(FusedKernels, "the fused operations")

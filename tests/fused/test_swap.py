@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import sys
 import threading
 from typing import Any
@@ -202,6 +204,24 @@ def test_other_threads_and_other_models_run_as_they_are() -> None:
             pass
         assert isinstance(modeling_llama.apply_rotary_pos_emb, rotary._StandIn)
     assert torch.equal(found[0], expected)
+    _assert_untouched(model)
+
+
+def test_a_copy_and_a_pickle_that_another_thread_makes_have_the_models_own_forward() -> None:
+    model = fresh("llama")
+    swap, expected = _swap(model), _outside(model)
+    copies: list[Any] = []
+
+    def take_copies() -> None:
+        copies.extend((copy.deepcopy(model), pickle.loads(pickle.dumps(model))))
+
+    with swap.installed():
+        thread = threading.Thread(target=take_copies)
+        thread.start()
+        thread.join()
+    assert len(copies) == 2
+    for taken in copies:
+        assert torch.equal(_outside(taken), expected)
     _assert_untouched(model)
 
 

@@ -1,6 +1,8 @@
-"""Whether the native product can be built where the tests run."""
+"""Whether native code can be built where the tests run."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 
@@ -8,13 +10,13 @@ from hf_paged.errors import ConfigError
 from hf_paged.linears.library import load_library
 
 
-def _missing() -> str:
+def needs(load: Callable[[], object], what: str) -> pytest.MarkDecorator:
+    """Skips tests where `load` can't build or load; `what` is it, for the reason."""
     try:
-        load_library()
+        load()
     except ConfigError as error:
-        return f"the native product can't be built here: {error}"
-    return ""
+        return pytest.mark.skipif(True, reason=f"{what} can't be built here: {error}")
+    return pytest.mark.skipif(False, reason="it can be built")
 
 
-MISSING = _missing()
-needs_native = pytest.mark.skipif(bool(MISSING), reason=MISSING or "it can be built")
+needs_native = needs(load_library, "the native product")
