@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from hf_paged import PagedConfig, PagedEngine, RequestOutput
-from tests.oracle import Ids
+from tests.oracle import Ids, assert_equal_tokens
 
 
 def pool_of_2048(block_size: int = 16, **options: Any) -> PagedConfig:
@@ -50,3 +52,13 @@ def run_requests(
 
 def tokens_of(outputs: Sequence[RequestOutput]) -> list[Ids]:
     return [list(output.token_ids) for output in outputs]
+
+
+def check_seeded_company(model: PreTrainedModel, prompts: Sequence[Ids], name: str, max_new_tokens: int) -> None:
+    """What a seed draws for the first prompt doesn't depend on the others, each of which draws with its own."""
+    options: dict[str, Any] = {"do_sample": True, "temperature": 1.2, "seed": 7, "max_new_tokens": max_new_tokens}
+    with PagedEngine(model, pool_of_2048(8)) as engine:
+        (alone,) = run_requests(engine, prompts[:1], [options])
+        crowd = run_requests(engine, prompts, [{**options, "seed": 7 + index} for index in range(len(prompts))])
+    assert_equal_tokens(crowd[0].token_ids, alone.token_ids, name)
+    assert len({output.token_ids for output in crowd}) == len(prompts)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from hf_paged import PagedConfig, PagedEngine
 from hf_paged.integrations.engines import get_engine, num_fallbacks
 from tests import families
-from tests.equality.drive import pool_of_2048, run_requests, tokens_of
+from tests.equality.drive import check_seeded_company, pool_of_2048, run_requests, tokens_of
 from tests.oracle import (
     assert_equal_tokens,
     assert_rows_equal_solo,
@@ -72,13 +70,7 @@ def test_preempted_sequences_go_on_as_if_nothing_had_happened(name: str) -> None
 
 @pytest.mark.parametrize("name", families.GATHERED)
 def test_seeded_sampling_does_not_depend_on_the_company(name: str) -> None:
-    model = families.build(name)
-    options: dict[str, Any] = {"do_sample": True, "temperature": 1.2, "seed": 7, "max_new_tokens": 6}
-    with PagedEngine(model, pool_of_2048(8)) as engine:
-        (alone,) = run_requests(engine, PROMPTS[:1], [options])
-        crowd = run_requests(engine, PROMPTS, [{**options, "seed": 7 + index} for index in range(len(PROMPTS))])
-    assert_equal_tokens(crowd[0].token_ids, alone.token_ids, name)
-    assert len({output.token_ids for output in crowd}) == len(PROMPTS)
+    check_seeded_company(families.build(name), PROMPTS, name, max_new_tokens=6)
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference", "native", "triton"])

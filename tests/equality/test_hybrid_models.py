@@ -14,7 +14,7 @@ from hf_paged.compat import CACHE_KEYWORD, cache_keyword
 from hf_paged.errors import PackedStepError, UnsupportedModelError
 from hf_paged.integrations.engines import get_engine, num_fallbacks
 from tests import families, zoo
-from tests.equality.drive import pool_of_2048, run_requests, run_to_end, tokens_of
+from tests.equality.drive import check_seeded_company, pool_of_2048, run_requests, run_to_end, tokens_of
 from tests.oracle import assert_equal_tokens, assert_rows_equal_solo, left_pad, ragged_prompts, random_prompt, solo
 
 NEW = 7
@@ -91,13 +91,7 @@ def test_preempted_sequences_compute_their_states_again(name: str) -> None:
 
 @pytest.mark.parametrize("name", families.RECURRENT)
 def test_seeded_sampling_does_not_depend_on_the_company(name: str) -> None:
-    model = families.build(name)
-    options: dict[str, Any] = {"do_sample": True, "temperature": 1.2, "seed": 7, "max_new_tokens": 4}
-    with PagedEngine(model, pool_of_2048(8)) as engine:
-        (alone,) = run_requests(engine, PROMPTS[:1], [options])
-        crowd = run_requests(engine, PROMPTS[:4], [{**options, "seed": 7 + index} for index in range(4)])
-    assert_equal_tokens(crowd[0].token_ids, alone.token_ids, name)
-    assert len({output.token_ids for output in crowd}) == 4
+    check_seeded_company(families.build(name), PROMPTS[:4], name, max_new_tokens=4)
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "lfm2", "jamba", "mamba2"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import peft
@@ -13,7 +12,6 @@ import torch
 
 from hf_paged import PagedConfig, PagedEngine, get_engine, num_fallbacks
 from hf_paged.errors import RequestError, UnsupportedModelError
-from hf_paged.integrations import generate as hook
 from tests import families
 from tests.oracle import assert_equal_batches, assert_equal_tokens, left_pad, ragged_prompts
 from tests.zoo import PAD_TOKEN_ID, fresh
@@ -263,12 +261,6 @@ def test_an_adapter_deleted_under_a_request_ends_it_alone() -> None:
 
 
 # -- in generate -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(autouse=True)
-def _say_again(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(hook, "_said", set())
-    return
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria, Sto
 
 from hf_paged import get_engine, num_fallbacks
 from hf_paged.compat import CACHE_KEYWORD
-from hf_paged.integrations import generate as hook
 from tests import zoo
 from tests.drafting import FEW, NAMES, assistant_of, prompts_of_few
 from tests.oracle import assert_equal_batches, assert_equal_tokens, left_pad, solo, staggered_ends
@@ -24,11 +23,6 @@ IDS, MASK = left_pad(PROMPTS)
 OPTIONS: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
 PAGED = {"cache_implementation": "paged"}
 LOOKUP = {"prompt_lookup_num_tokens": 4}
-
-
-@pytest.fixture(autouse=True)
-def _say_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hook, "_said", set())
 
 
 @pytest.fixture

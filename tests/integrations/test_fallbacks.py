@@ -21,7 +21,6 @@ from hf_paged import get_engine, num_fallbacks
 from hf_paged.compat import CACHE_KEYWORD
 from hf_paged.errors import CapacityError, PagedError
 from hf_paged.integrations import decoding
-from hf_paged.integrations import generate as hook
 from tests.oracle import assert_equal_batches, left_pad, ragged_prompts
 from tests.zoo import PAD_TOKEN_ID, VOCAB_SIZE, fresh
 
@@ -33,11 +32,6 @@ OPTIONS: dict[str, Any] = {
     "do_sample": False,
     "pad_token_id": PAD_TOKEN_ID,
 }
-
-
-@pytest.fixture(autouse=True)
-def _say_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hook, "_said", set())
 
 
 def _both(model: Any, **options: Any) -> tuple[Any, Any]:

@@ -12,7 +12,6 @@ from transformers import LlamaForCausalLM
 from hf_paged import PagedConfig, PagedEngine, get_engine, num_fallbacks
 from hf_paged.compat import CACHE_KEYWORD
 from hf_paged.errors import RequestError
-from hf_paged.integrations import generate as hook
 from tests.oracle import assert_equal_batches, assert_equal_tokens, left_pad, ragged_prompts, solo
 from tests.zoo import PAD_TOKEN_ID, build, fresh
 
@@ -25,11 +24,6 @@ OPTIONS: dict[str, Any] = {
     "do_sample": False,
     "pad_token_id": PAD_TOKEN_ID,
 }
-
-
-@pytest.fixture(autouse=True)
-def _say_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hook, "_said", set())
 
 
 def _embeds(model: Any) -> torch.Tensor:

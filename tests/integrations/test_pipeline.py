@@ -31,7 +31,6 @@ import hf_paged
 from hf_paged import PagedConfig, PagedTextGenerationPipeline, get_engine, num_fallbacks, paged_pipeline
 from hf_paged.engine import in_flight
 from hf_paged.errors import CapacityError, ConfigError, EngineClosedError, PagedError
-from hf_paged.integrations import generate as hook
 from hf_paged.integrations.pipeline_iterator import say_once
 from tests.oracle import TALLY, assert_equal_tokens
 from tests.tiny_tokenizer import tiny_tokenizer
@@ -122,8 +121,7 @@ def _at_rest(model: PreTrainedModel) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _say_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hook, "_said", set())
+def _say_again_one_by_one() -> None:
     say_once.cache_clear()
 
 
