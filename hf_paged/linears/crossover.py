@@ -2,7 +2,7 @@
 
 time |                         . '  native: about in proportion to the rows
      |                  .  '  _____
-     |  ________.__'____-----         torch: slow to start, then the better one
+     |  ________.__'____-----         torch: slow to start, then perhaps the better one
      |     . '
      | .
      +----------------|------------ rows
@@ -28,6 +28,7 @@ UNLIMITED: Final = 1 << 60
 
 _REPEATS = 3
 _CLEAR = 1.5  # times as fast: no need to look again
+_CLOSE = 1.05  # times torch's time: what is native allocates less, and whole layers run in one call if all of it is
 _PRODUCTS = 1 << 27  # multiplications of one trial: more rows are tried on fewer columns
 
 Key = tuple[int, int, torch.dtype, int]
@@ -84,7 +85,7 @@ def _native_wins(next_weight: Callable[[], torch.Tensor], product: NativeProduct
         native = min(native, _seconds(lambda part=part: product(x, [(part, None)], num_threads)))  # type: ignore[misc]
         if native * _CLEAR < torch_time or torch_time * _CLEAR < native:
             break
-    return native < torch_time
+    return native < torch_time * _CLOSE
 
 
 def _seconds(work: Callable[[], object]) -> float:

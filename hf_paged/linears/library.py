@@ -1,4 +1,4 @@
-"""The library that linear.c is built to: once a machine, beside the attention kernels and by their rules."""
+"""The libraries of the native product: built once a machine, beside the attention kernels and by their rules."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from pathlib import Path
 
 from hf_paged.kernels.cpu import build
 
-SOURCE = Path(__file__).with_name("linear.c")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("linear.c", "gemm.c"))
 
 
-def load_library() -> ctypes.CDLL:
-    """Built at the first call on this machine, loaded at the first in this process.
+def load_libraries() -> tuple[ctypes.CDLL, ctypes.CDLL]:
+    """For few rows and for many. Built at the first call on this machine, loaded at the first in this process.
 
     Raises:
         ConfigError: with the reason.
     """
-    return build.load_library(SOURCE)
+    few, many = map(build.load_library, SOURCES)
+    return few, many

@@ -11,8 +11,9 @@
  * on the rows beside it, on n, or on the number of threads.
  */
 #include <stddef.h>
-#include <stdint.h>
 #include <string.h>
+
+#include "product.h"
 
 #if defined(__AVX__)
 #include <immintrin.h>
@@ -54,14 +55,6 @@
 
 typedef float lanes __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef float sums __attribute__((vector_size(LANES * 4)));
-
-/* One weight `[n, k]`, rows `k` apart, and where its product goes: `[m, n]` float32. */
-typedef struct {
-    const void *weight;
-    const float *bias; /* or NULL */
-    float *out;
-    int64_t n;
-} part;
 
 /* The sums of six vectors, each in the same order. */
 static inline void add_up(const sums *s, float *total) {
@@ -253,15 +246,6 @@ static void panel(const part *p, int64_t first, int64_t groups, const float *x, 
         }
     }
 }
-
-/* What to compute: x `[m, k]` float32, rows `stride` apart, times each of the parts. */
-typedef struct {
-    const float *x;
-    const part *parts;
-    int64_t m, k, stride, num_parts;
-    int64_t is_bf16; /* the weights; float32 otherwise */
-    int64_t num_threads;
-} product;
 
 void hf_paged_linear(const product *call) {
     const part *parts = call->parts;

@@ -1,17 +1,18 @@
-"""linear.c behind tensors."""
+"""linear.c and gemm.c behind tensors."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from hf_paged.linears.library import load_library
+from hf_paged.linears.library import load_libraries
 
 
-class _Part(ctypes.Structure):
-    """`part` of linear.c."""
+class Part(ctypes.Structure):
+    """`part` of product.h."""
 
     _fields_ = (
         ("weight", ctypes.c_void_p),
@@ -21,8 +22,8 @@ class _Part(ctypes.Structure):
     )
 
 
-class _Product(ctypes.Structure):
-    """`product` of linear.c."""
+class Product(ctypes.Structure):
+    """`product` of product.h."""
 
     _fields_ = (
         ("x", ctypes.c_void_p),
@@ -31,10 +32,13 @@ class _Product(ctypes.Structure):
     )
 
 
-# Rows of so many values share their places in a cache: linear.c takes them better apart, if there are more than a few.
+# Rows of so many values share their places in a cache: they are better taken apart, if there are more than a few.
 _BAD_STRIDE = 1024
 _FEW_ROWS = 8
 _PADDING = 16
+
+# Up to here linear.c is the faster one, which doesn't turn the weights first.
+MOST_FEW_ROWS = 80
 
 Weights = Sequence[tuple[torch.Tensor, torch.Tensor | None]]
 
@@ -44,16 +48,23 @@ class NativeProduct:
 
     Not for several threads at once: the C arguments are kept from call to call, which is most of what a call costs.
 
+    Args:
+        most_few_rows: from how many rows on gemm.c is used instead of linear.c, less one. The two add in another order:
+            None uses linear.c for all, and a row's result depends on no other row.
+
     Raises:
-        ConfigError: linear.c can't be built or loaded here; the message is why.
+        ConfigError: linear.c or gemm.c can't be built or loaded here; the message is why.
     """
 
-    def __init__(self) -> None:
-        self._compute = load_library().hf_paged_linear
-        self._compute.restype, self._compute.argtypes = None, [ctypes.c_void_p]
-        self._product = _Product()
+    def __init__(self, most_few_rows: int | None = MOST_FEW_ROWS) -> None:
+        self._most_few_rows = most_few_rows
+        few, many = load_libraries()
+        self._few, self._many = few.hf_paged_linear, many.hf_paged_gemm
+        for function in (self._few, self._many):
+            function.restype, function.argtypes = None, [ctypes.c_void_p]
+        self._product = Product()
         self._address = ctypes.addressof(self._product)
-        self._parts: dict[int, tuple[list[_Part], int]] = {}  # for each number of them: they, and their address
+        self._parts: dict[int, tuple[list[Part], int]] = {}  # for each number of them: they, and their address
 
     def __call__(self, x: torch.Tensor, weights: Weights, num_threads: int) -> list[torch.Tensor]:
         """`x W^T + b` of each weight.
@@ -64,7 +75,7 @@ class NativeProduct:
             num_threads: how many threads share the work.
 
         Returns:
-            `[..., n]` of x's type for each weight. Sums are float32, and a row's depend on no other row.
+            `[..., n]` of x's type for each weight. Sums are float32; a row's depend on how many rows there are at most.
         """
         *lead, k = x.shape
         rounds = x.dtype is torch.bfloat16
@@ -90,10 +101,14 @@ class NativeProduct:
         product = self._product
         product.x, product.parts, product.m, product.k, product.stride = x.data_ptr(), address, num_rows, k, stride
         product.num_parts, product.is_bf16, product.num_threads = num_parts, rounds, num_threads
-        self._compute(self._address)
+        self.function(num_rows)(self._address)
         return [out.bfloat16() for out in results] if rounds else results
 
-    def _make_parts(self, num_parts: int) -> tuple[list[_Part], int]:
-        parts = (_Part * num_parts)()
+    def function(self, num_rows: int) -> Any:
+        """The C function for so many rows; it takes the address of a `Product`."""
+        return self._few if self._most_few_rows is None or num_rows <= self._most_few_rows else self._many
+
+    def _make_parts(self, num_parts: int) -> tuple[list[Part], int]:
+        parts = (Part * num_parts)()
         self._parts[num_parts] = list(parts), ctypes.addressof(parts)
         return self._parts[num_parts]

@@ -33,10 +33,10 @@ class LinearSwap:
 
     Args:
         backend: "native" for all rows, "torch" for none, "auto" for as many as are measured to be faster, if the model
-            is large enough and linear.c can be built.
+            is large enough and linear.c and gemm.c can be built.
 
     Raises:
-        ConfigError: "native", and linear.c can't be built or loaded here.
+        ConfigError: "native", and linear.c or gemm.c can't be built or loaded here.
     """
 
     def __init__(self, backend: str) -> None:
@@ -47,7 +47,7 @@ class LinearSwap:
         self._is_watched = False
         if backend == "native":
             try:
-                self._scope = Scope(NativeProduct(), is_forced=True)
+                self._scope = Scope(NativeProduct(most_few_rows=None), is_forced=True)
             except ConfigError as error:
                 raise ConfigError(
                     f"The linear backend 'native' can't run here: {error}; choose linear_backend='auto' or 'torch'."

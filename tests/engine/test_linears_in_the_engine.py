@@ -147,10 +147,10 @@ def test_stock_s_layers_on_request_and_for_small_models() -> None:
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load_library() -> None:
+    def load_libraries() -> None:
         raise BuildError("there is no C compiler")
 
-    monkeypatch.setattr("hf_paged.linears.native.load_library", load_library)
+    monkeypatch.setattr("hf_paged.linears.native.load_libraries", load_libraries)
     monkeypatch.setattr("hf_paged.linears.swap.LEAST_BYTES", 0)
     model = built_model("llama")
     engine = PagedEngine(model, pool_of_2048())

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from hf_paged.errors import ConfigError
-from hf_paged.linears.library import load_library
+from hf_paged.linears.library import load_libraries
 
 
 def needs(load: Callable[[], object], what: str) -> pytest.MarkDecorator:
@@ -19,4 +19,4 @@ def needs(load: Callable[[], object], what: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(False, reason="it can be built")
 
 
-needs_native = needs(load_library, "the native product")
+needs_native = needs(load_libraries, "the native product")

@@ -23,12 +23,13 @@ def _weights(n: int, k: int, dtype: torch.dtype, seed: int = 0) -> tuple[torch.T
     return weight.to(dtype), torch.randn(n, generator=generator).to(dtype)
 
 
+@pytest.mark.parametrize("most_few_rows", [None, 0], ids=["linear.c", "gemm.c"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_equals_float64(n: int, k: int, dtype: torch.dtype) -> None:
-    product = NativeProduct()
+def test_equals_float64(n: int, k: int, dtype: torch.dtype, most_few_rows: int | None) -> None:
+    product = NativeProduct(most_few_rows)
     weight, bias = _weights(n, k, dtype)
-    for rows, bias_or_none in itertools.product((1, 2, 3, 5, 6, 7, 25, 100), (bias, None)):
+    for rows, bias_or_none in itertools.product((1, 2, 3, 5, 6, 7, 8, 10, 11, 25, 100, 300), (bias, None)):
         x = torch.randn(rows, k).to(dtype)
         (actual,) = product(x, [(weight, bias_or_none)], 2)
         exact = F.linear(x.double(), weight.double(), None if bias_or_none is None else bias_or_none.double())
@@ -36,9 +37,10 @@ def test_equals_float64(n: int, k: int, dtype: torch.dtype) -> None:
         assert_close(actual, exact.to(dtype))
 
 
+@pytest.mark.parametrize("most_few_rows", [None, 0], ids=["linear.c", "gemm.c"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_several_weights_in_one_call_give_what_each_gives_alone(dtype: torch.dtype) -> None:
-    product = NativeProduct()
+def test_several_weights_in_one_call_give_what_each_gives_alone(dtype: torch.dtype, most_few_rows: int | None) -> None:
+    product = NativeProduct(most_few_rows)
     q, k, v = (_weights(n, 70, dtype, seed=n) for n in (33, 10, 1))
     parts = [q, (k[0], None), v]
     x = torch.randn(2, 3, 70).to(dtype)
@@ -51,8 +53,11 @@ def test_several_weights_in_one_call_give_what_each_gives_alone(dtype: torch.dty
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("k", [40, 1500])
-def test_a_row_depends_neither_on_the_rows_beside_it_nor_on_the_threads(dtype: torch.dtype, k: int) -> None:
-    product = NativeProduct()
+@pytest.mark.parametrize("most_few_rows", [None, 0], ids=["linear.c", "gemm.c"])
+def test_a_row_depends_neither_on_the_rows_beside_it_nor_on_the_threads(
+    dtype: torch.dtype, k: int, most_few_rows: int | None
+) -> None:
+    product = NativeProduct(most_few_rows)
     weight, bias = _weights(37, k, dtype)
     x = torch.randn(150, k).to(dtype)
     (whole,) = product(x, [(weight, bias)], 2)
@@ -60,8 +65,9 @@ def test_a_row_depends_neither_on_the_rows_beside_it_nor_on_the_threads(dtype: t
         assert torch.equal(product(x[start:stop], [(weight, bias)], 1)[0], whole[start:stop])
 
 
-def test_what_is_not_finite_stays_in_its_row_and_column() -> None:
-    product = NativeProduct()
+@pytest.mark.parametrize("most_few_rows", [None, 0], ids=["linear.c", "gemm.c"])
+def test_what_is_not_finite_stays_in_its_row_and_column(most_few_rows: int | None) -> None:
+    product = NativeProduct(most_few_rows)
     weight, _ = _weights(9, 20, torch.float32)
     x = torch.randn(5, 20)
     clean = product(x, [(weight, None)], 1)[0]

@@ -125,7 +125,7 @@ def cache_key(compiler: list[str], runtime: str, source: Path = SOURCE) -> str:
     """What the built library depends on, as 24 hexadecimal digits."""
     parts = [
         source.read_bytes(),
-        *(header.read_bytes() for header in sorted(SOURCE.parent.glob("*.h"))),
+        *(header.read_bytes() for folder in (SOURCE.parent, source.parent) for header in sorted(folder.glob("*.h"))),
         repr((COMPILE_FLAGS, LINK_FLAGS, _machine_flag(), compiler, runtime)).encode(),
         _version_of(tuple(compiler), _changed(compiler[0])).encode(),
         _cpu().encode(),

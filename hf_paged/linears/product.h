@@ -1,0 +1,18 @@
+/* What linear.c and gemm.c are asked for: x `[m, k]` float32, rows `stride` apart, times each of the parts. */
+#include <stdint.h>
+
+/* One weight `[n, k]`, rows `k` apart, and where its product goes: `[m, n]` float32. */
+typedef struct {
+    const void *weight;
+    const float *bias; /* or NULL */
+    float *out;
+    int64_t n;
+} part;
+
+typedef struct {
+    const float *x;
+    const part *parts;
+    int64_t m, k, stride, num_parts;
+    int64_t is_bf16; /* the weights; float32 otherwise */
+    int64_t num_threads;
+} product;
