@@ -40,7 +40,7 @@ LATENT = ("deepseek_v3", "deepseek_v2", "glm4_moe_lite", "minicpm3", "youtu", "l
 # What stock's sdpa refuses (softcap) or doesn't know (sinks).
 NEEDS_EAGER = ("gemma2", "gpt_oss")
 
-_SHARED: dict[str, Any] = {
+SHARED: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -75,28 +75,28 @@ _LATENT_EXPERTS: dict[str, Any] = {
 
 def config_of(name: str, **changes: Any) -> PretrainedConfig:
     """The config of one architecture, with some of its fields changed."""
-    headed = {key: value for key, value in _SHARED.items() if key != "head_dim"}
+    headed = {key: value for key, value in SHARED.items() if key != "head_dim"}
     if name == "llama":
-        return LlamaConfig(**{**_SHARED, "num_hidden_layers": 3, **changes})
+        return LlamaConfig(**{**SHARED, "num_hidden_layers": 3, **changes})
     if name == "mistral":
-        return MistralConfig(**{**_SHARED, "num_hidden_layers": 2, "sliding_window": WINDOW, **changes})
+        return MistralConfig(**{**SHARED, "num_hidden_layers": 2, "sliding_window": WINDOW, **changes})
     if name == "gemma2":
         own = {"num_hidden_layers": 4, "sliding_window": WINDOW, "attn_logit_softcapping": 2.0}
-        return Gemma2Config(**{**_SHARED, **own, "query_pre_attn_scalar": 16, **changes})
+        return Gemma2Config(**{**SHARED, **own, "query_pre_attn_scalar": 16, **changes})
     if name == "gpt_oss":
         own = {"num_hidden_layers": 4, "sliding_window": WINDOW, **_EXPERTS}
         rope = {"rope_type": "default", "rope_theta": 10000.0}
-        return GptOssConfig(**{**_SHARED, **own, "rope_parameters": rope, **changes})
+        return GptOssConfig(**{**SHARED, **own, "rope_parameters": rope, **changes})
     if name == "qwen3":
-        return Qwen3Config(**{**_SHARED, "num_hidden_layers": 2, **changes})
+        return Qwen3Config(**{**SHARED, "num_hidden_layers": 2, **changes})
     if name == "mixtral":
-        return MixtralConfig(**{**_SHARED, "num_hidden_layers": 2, **_EXPERTS, **changes})
+        return MixtralConfig(**{**SHARED, "num_hidden_layers": 2, **_EXPERTS, **changes})
     if name == "phi3":
         return Phi3Config(**{**headed, "num_hidden_layers": 2, **changes})
     if name == "gpt2":
         own = {"n_layer": 2, "n_embd": 64, "n_head": 4, "n_inner": 96, "n_positions": 512}
         common = {"vocab_size", "tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id"}
-        return GPT2Config(**{key: _SHARED[key] for key in common}, **{**own, **changes})
+        return GPT2Config(**{key: SHARED[key] for key in common}, **{**own, **changes})
     if name in LATENT:
         own = {**_LATENT, **({} if name in ("minicpm3", "youtu") else _LATENT_EXPERTS)}
         if name == "longcat_flash":  # counts two attention layers in each of its own

@@ -83,7 +83,7 @@ class ModelRunner:
         """Finds what of the model may run natively; once a call, since a model may have got other layers."""
         with self.lock:
             self.linears.look(self._get_model())
-            self.fused.look(self._get_model())
+            self.fused.look(self._get_model(), self.linears)
 
     def probe(self, num_tokens: int) -> None:
         """Runs a forward of `num_tokens` tokens that touches no pool, to see what a step allocates."""

@@ -3,6 +3,9 @@
  *   rms_norm   a row of x is read twice from the first cache, and written once
  *   gate       act(a) * b, a chunk of both at a time
  *   rotary     the halves of each head of q and k turned by their position's angles
+ *   add        the sum of two, for the residual stream
+ *   spread     rows that lie side by side, further apart
+ *   run        operations of any of the C files one after another: a whole layer in one call
  *
  * float32. What becomes of a row depends on nothing but that row: not on the batch, nor on the number of threads.
  */
@@ -112,4 +115,43 @@ void hf_paged_rotary(const Rotary *call) {
       }
     }
   }
+}
+
+typedef struct {
+  const float *a, *b; /* [count] */
+  float *out;         /* [count] */
+  int64_t count, num_threads;
+} Add;
+
+void hf_paged_add(const Add *call) {
+  int threads = call->count < WORTH_SHARING ? 1 : (int)call->num_threads;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+  for (int64_t i = 0; i < call->count; i++) call->out[i] = call->a[i] + call->b[i];
+}
+
+typedef struct {
+  const float *from; /* [rows, n] */
+  float *to;         /* [rows, n], rows `stride` apart */
+  int64_t rows, n, stride, num_threads;
+} Spread;
+
+void hf_paged_spread(const Spread *call) {
+  int threads = call->rows * call->n < WORTH_SHARING ? 1 : (int)call->num_threads;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+  for (int64_t row = 0; row < call->rows; row++)
+    memcpy(call->to + row * call->stride, call->from + row * call->n, (size_t)call->n * sizeof(float));
+}
+
+typedef struct {
+  void (*function)(const void *call);
+  const void *call;
+} Operation;
+
+typedef struct {
+  const Operation *operations;
+  int64_t count;
+} Program;
+
+void hf_paged_run(const Program *program) {
+  for (int64_t i = 0; i < program->count; i++) program->operations[i].function(program->operations[i].call);
 }

@@ -23,7 +23,7 @@ class GateForward(StandIn[nn.Module]):
     def __init__(self, module: nn.Module, scope: Scope, kind: str) -> None:
         super().__init__(module)
         self._scope = scope
-        self._kind = kind
+        self.act = kind
 
     def __call__(self, x: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
         """As the module's own: `[..., hidden]` to `[..., hidden]`. What is given more than x is for stock."""
@@ -37,7 +37,7 @@ class GateForward(StandIn[nn.Module]):
         gate, up = modules["gate_proj"](x), modules["up_proj"](x)  # type: ignore[misc]
         if scope.takes(gate, up) and gate.shape == up.shape and gate.is_contiguous() and up.is_contiguous():
             scope.num_calls += 1
-            product = scope.kernels.gate(gate, up, self._kind, scope.num_threads)
+            product = scope.kernels.gate(gate, up, self.act, scope.num_threads)
         else:
             product = act(gate) * up
         out: torch.Tensor = modules["down_proj"](product)  # type: ignore[misc]

@@ -11,13 +11,16 @@ from hf_paged.kernels.cpu.build import load_library
 
 SOURCE = Path(__file__).with_name("fused.c")
 GATES = ("silu", "gelu_tanh")  # in the order of fused.c
+FUNCTIONS = ("rms_norm", "gate", "rotary", "add", "spread", "run")
 
 
 def _fields(kind: type, *names: str) -> list[tuple[str, type]]:
     return [(name, kind) for name in names]
 
 
-class _Norm(ctypes.Structure):
+class NormCall(ctypes.Structure):
+    """`Norm` of fused.c."""
+
     _fields_ = (
         *_fields(ctypes.c_void_p, "x", "weight", "out"),
         *_fields(ctypes.c_int64, "rows", "n", "adds_one", "num_threads"),
@@ -25,26 +28,59 @@ class _Norm(ctypes.Structure):
     )
 
 
-class _Gate(ctypes.Structure):
+class GateCall(ctypes.Structure):
+    """`Gate` of fused.c."""
+
     _fields_ = (
         *_fields(ctypes.c_void_p, "gate", "up", "out"),
         *_fields(ctypes.c_int64, "count", "kind", "num_threads"),
     )
 
 
-class _Turned(ctypes.Structure):
+class Turned(ctypes.Structure):
+    """`Turned` of fused.c."""
+
     _fields_ = (
         *_fields(ctypes.c_void_p, "x", "out"),
         *_fields(ctypes.c_int64, "heads", "token_stride", "head_stride"),
     )
 
 
-class _Rotary(ctypes.Structure):
+class RotaryCall(ctypes.Structure):
+    """`Rotary` of fused.c."""
+
     _fields_ = (
         *_fields(ctypes.c_void_p, "cosines", "sines"),
-        ("parts", _Turned * 2),
+        ("parts", Turned * 2),
         *_fields(ctypes.c_int64, "tokens", "dim", "num_threads"),
     )
+
+
+class AddCall(ctypes.Structure):
+    """`Add` of fused.c."""
+
+    _fields_ = (*_fields(ctypes.c_void_p, "a", "b", "out"), *_fields(ctypes.c_int64, "count", "num_threads"))
+
+
+class SpreadCall(ctypes.Structure):
+    """`Spread` of fused.c."""
+
+    _fields_ = (
+        *_fields(ctypes.c_void_p, "from_", "to"),
+        *_fields(ctypes.c_int64, "rows", "n", "stride", "num_threads"),
+    )
+
+
+class Operation(ctypes.Structure):
+    """`Operation` of fused.c: the addresses of a function and of its arguments."""
+
+    _fields_ = _fields(ctypes.c_void_p, "function", "call")
+
+
+class Program(ctypes.Structure):
+    """`Program` of fused.c."""
+
+    _fields_ = (("operations", ctypes.c_void_p), ("count", ctypes.c_int64))
 
 
 class FusedKernels:
@@ -58,14 +94,14 @@ class FusedKernels:
 
     def __init__(self) -> None:
         library = load_library(SOURCE)
-        self._norm, self._gate, self._rotary = _Norm(), _Gate(), _Rotary()
-        self._rms_norm_of, self._gate_of, self._rotary_of = (
-            library.hf_paged_rms_norm,
-            library.hf_paged_gate,
-            library.hf_paged_rotary,
-        )
-        for function in (self._rms_norm_of, self._gate_of, self._rotary_of):
+        self._norm, self._gate, self._rotary = NormCall(), GateCall(), RotaryCall()
+        # each takes the address of its arguments
+        self.functions = {name: getattr(library, f"hf_paged_{name}") for name in FUNCTIONS}
+        for function in self.functions.values():
             function.argtypes, function.restype = [ctypes.c_void_p], None
+        self._rms_norm_of, self._gate_of, self._rotary_of = (
+            self.functions[name] for name in ("rms_norm", "gate", "rotary")
+        )
         self._norm_at, self._gate_at, self._rotary_at = map(ctypes.addressof, (self._norm, self._gate, self._rotary))
         self._turned = tuple(self._rotary.parts)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,6 +15,14 @@ _EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
 _TOLERANCE = 2e-6
 
 
+class Norm(NamedTuple):
+    """A norm as it is now."""
+
+    weight: torch.Tensor  # [n]
+    eps: float
+    adds_one: bool
+
+
 class NormForward(StandIn[nn.Module]):
     """Stands in for the `forward` of a norm. It reads the weight at each call and keeps nothing of it."""
 
@@ -24,26 +32,31 @@ class NormForward(StandIn[nn.Module]):
         self._eps = eps
         self._adds_one = adds_one
 
+    def native_norm(self) -> Norm | None:
+        """The weight and what is done with it, if it is one that runs natively now; else None."""
+        module = self.module
+        weight = None if module is None else module._parameters["weight"]
+        if weight is None or weight.dtype is not torch.float32 or not weight.is_cpu or not weight.is_contiguous():
+            return None
+        return Norm(weight, self._eps, self._adds_one)
+
     def __call__(self, x: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
         """As the norm's own: `[..., n]` to `[..., n]`. What is given more than x, a gate for one, is for stock."""
         module = self.module
         assert module is not None
-        weight = module._parameters["weight"]
-        scope = self._scope
+        norm, scope = self.native_norm(), self._scope
         if (
-            others
+            norm is None
+            or others
             or options
-            or weight is None
             or not scope.takes(x)
-            or weight.dtype is not torch.float32
-            or not weight.is_cpu
-            or not (x.is_contiguous() and weight.is_contiguous())
-            or x.shape[-1:] != weight.shape
+            or not x.is_contiguous()
+            or x.shape[-1:] != norm.weight.shape
         ):
             result: torch.Tensor = self.stock(module, x, *others, **options)
             return result
         scope.num_calls += 1
-        return scope.kernels.rms_norm(x, weight, self._eps, self._adds_one, scope.num_threads)
+        return scope.kernels.rms_norm(x, norm.weight, norm.eps, norm.adds_one, scope.num_threads)
 
 
 def norm_forward(module: nn.Module, scope: Scope) -> NormForward | None:

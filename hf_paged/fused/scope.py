@@ -21,6 +21,7 @@ class Scope:
         self.thread: int | None = None
         self.num_threads = 1
         self.num_calls = 0  # operations computed natively, over the life of the scope
+        self.num_layers = 0  # whole layers
 
     def takes(self, *tensors: torch.Tensor) -> bool:
         """Whether this is the forward that the scope is open for, and plain float32 rows without gradients."""

@@ -4,6 +4,7 @@ LlamaDecoderLayer        stock                                     here
   input_layernorm        pow, mean, add, rsqrt, mul, mul           one pass
   rotary                 mul, neg, cat, mul, add, for q and for k  one pass
   mlp                    silu, mul                                 one pass
+  the whole layer                                                  one call, if all of it is native (`layers.py`)
 """
 
 from __future__ import annotations
@@ -13,19 +14,22 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import nn
 
 from hf_paged.errors import ConfigError
 from hf_paged.fused import rotary
-from hf_paged.fused.gates import GateForward, Known, gate_forward
+from hf_paged.fused.gates import Known, gate_forward
 from hf_paged.fused.kernels import FusedKernels
-from hf_paged.fused.norms import NormForward, norm_forward
+from hf_paged.fused.layer_program import LayerProgram
+from hf_paged.fused.layers import LayerForward, layer_forward
+from hf_paged.fused.norms import norm_forward
 from hf_paged.fused.scope import Scope
 from hf_paged.linears.eligible import untouched_modules
-from hf_paged.linears.stand_in import standing_in
-from hf_paged.linears.swap import LEAST_BYTES, is_watched_by_others
+from hf_paged.linears.stand_in import StandIn, standing_in
+from hf_paged.linears.swap import LEAST_BYTES, LinearSwap, is_watched_by_others
 
 _logger = logging.getLogger(__name__)
 
@@ -46,7 +50,7 @@ class FusedSwap:
     def __init__(self, backend: str) -> None:
         self._backend = backend
         self._scope: Scope | None = Scope(FusedKernels()) if backend == "native" else None
-        self._forwards: list[NormForward | GateForward] = []
+        self._forwards: list[StandIn[Any]] = []
         self._files: list[ModuleType] = []
         self._seen: list[int] | None = None
 
@@ -55,12 +59,22 @@ class FusedSwap:
         """Operations that were computed fused so far."""
         return self._scope.num_calls if self._scope is not None else 0
 
-    def look(self, model: nn.Module) -> None:
-        """Finds the parts of a model again: adapters and patches change which there are. Hold the model's lock."""
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers that were computed in one call so far."""
+        return self._scope.num_layers if self._scope is not None else 0
+
+    def look(self, model: nn.Module, linears: LinearSwap) -> None:
+        """Finds the parts of a model again: adapters and patches change which there are. Hold the model's lock.
+
+        Args:
+            model: it.
+            linears: has looked at the same model.
+        """
         if self._backend == "torch" or (self._backend == "auto" and not _is_large(model)):
             return
         modules = list(untouched_modules(model, set()))
-        seen = [id(module) for module in modules]
+        seen = [id(one) for one in (*modules, *linears.forwards)]
         if seen == self._seen:
             return
         self._seen, self._forwards, self._files = seen, [], []
@@ -72,6 +86,19 @@ class FusedSwap:
             found = [norm_forward(module, scope) or gate_forward(module, scope, known) for module in modules]
         self._forwards = [forward for forward in found if forward is not None]
         self._files = rotary.rotary_modules(model)
+        self._forwards += self._whole_layers(modules, scope, linears)
+
+    def _whole_layers(self, modules: list[nn.Module], scope: Scope, linears: LinearSwap) -> list[LayerForward]:
+        if linears.product is None:
+            return []
+        program = LayerProgram(scope.kernels, linears.product)
+        stand_ins = {
+            module: forward
+            for forward in (*linears.forwards, *self._forwards)
+            if (module := forward.module) is not None
+        }
+        found = [layer_forward(module, scope, program, stand_ins) for module in modules]
+        return [layer for layer in found if layer is not None]
 
     def _make_scope(self) -> Scope | None:
         if self._scope is None:

@@ -85,25 +85,43 @@ class NativeForward(StandIn[nn.Linear]):
         parameters: dict[str, Any] = self.module._parameters  # type: ignore[union-attr]
         return parameters["weight"], parameters["bias"]
 
+    def count(self, num_products: int) -> None:
+        """Notes products that were computed elsewhere with `native_weights` of this model."""
+        self._scope.num_products += num_products
+
+    def native_weights(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """W and b, if a product of so many float32 rows with them would run natively now; else None."""
+        module = self.module
+        if module is None or not self._takes_weights(module) or not self._is_faster(num_rows, module.weight):
+            return None
+        weight, bias = self._weights()
+        return (weight, bias) if weight.dtype is torch.float32 else None
+
     def _fits(self, module: nn.Linear, x: torch.Tensor) -> bool:
         # every layer of every step comes through here: the cheap questions, each tensor's kind only when it is new
-        weight, bias = module._parameters["weight"], module._parameters["bias"]
-        if weight is None or ((id(weight), weight.dtype) != self._known and not self._look(weight)):
+        if not self._takes_weights(module):
             return False
-        dtype = weight.dtype
+        weight: torch.Tensor = module._parameters["weight"]  # type: ignore[assignment]
         return (
-            x.dtype is dtype
+            x.dtype is weight.dtype
             and type(x) in (torch.Tensor, nn.Parameter)
-            and weight.is_cpu
             and x.is_cpu
-            and weight.is_contiguous()
             and x.is_contiguous()
             and x.dim() > 0
             and x.shape[-1] == weight.shape[-1]
-            and (bias is None or (is_plain(bias) and bias.dtype is dtype and bias.is_contiguous()))
             and not torch.is_grad_enabled()
             and not torch.is_autocast_enabled("cpu")
             and self._is_faster(x.numel() // x.shape[-1], weight)
+        )
+
+    def _takes_weights(self, module: nn.Linear) -> bool:
+        weight, bias = module._parameters["weight"], module._parameters["bias"]
+        if weight is None or ((id(weight), weight.dtype) != self._known and not self._look(weight)):
+            return False
+        return (
+            weight.is_cpu
+            and weight.is_contiguous()
+            and (bias is None or (is_plain(bias) and bias.dtype is weight.dtype and bias.is_contiguous()))
         )
 
     def _look(self, weight: torch.Tensor) -> bool:

@@ -40,6 +40,12 @@ _PADDING = 16
 # Up to here linear.c is the faster one, which doesn't turn the weights first.
 MOST_FEW_ROWS = 80
 
+
+def row_stride(num_rows: int, k: int) -> int:
+    """How far apart rows of `k` values should lie for a product."""
+    return k + _PADDING if k % _BAD_STRIDE == 0 and num_rows > _FEW_ROWS else k
+
+
 Weights = Sequence[tuple[torch.Tensor, torch.Tensor | None]]
 
 
@@ -79,9 +85,9 @@ class NativeProduct:
         """
         *lead, k = x.shape
         rounds = x.dtype is torch.bfloat16
-        num_rows, stride = x.numel() // k, k
-        if k % _BAD_STRIDE == 0 and num_rows > _FEW_ROWS:
-            stride = k + _PADDING
+        num_rows = x.numel() // k
+        stride = row_stride(num_rows, k)
+        if stride != k:
             padded = torch.empty((num_rows, stride), dtype=torch.float32, device="cpu")
             padded[:, :k] = x.reshape(num_rows, k)
             x = padded

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -57,6 +57,16 @@ class LinearSwap:
     def num_products(self) -> int:
         """Layers that were computed natively so far, one each time."""
         return self._scope.num_products if self._scope is not None else 0
+
+    @property
+    def product(self) -> NativeProduct | None:
+        """What computes them; None if nothing is native."""
+        return self._scope.product if self._scope is not None else None
+
+    @property
+    def forwards(self) -> Sequence[NativeForward]:
+        """What stands in for each of the layers."""
+        return self._forwards
 
     @property
     def groups(self) -> list[int]:

@@ -15,6 +15,7 @@ from transformers.models.llama import modeling_llama
 
 from hf_paged.fused import rotary
 from hf_paged.fused.swap import FusedSwap
+from hf_paged.linears.swap import LinearSwap
 from tests.fused.built import needs_fused
 from tests.zoo import fresh
 
@@ -25,7 +26,7 @@ IDS = torch.arange(1, 8)[None]
 
 def _swap(model: nn.Module) -> FusedSwap:
     swap = FusedSwap("native")
-    swap.look(model)
+    swap.look(model, LinearSwap("torch"))
     return swap
 
 
@@ -242,6 +243,6 @@ def test_torch_fuses_nothing_and_auto_leaves_small_models_alone() -> None:
     for backend in ("torch", "auto"):
         model = fresh("llama")
         swap = FusedSwap(backend)
-        swap.look(model)
+        swap.look(model, LinearSwap("torch"))
         assert torch.equal(_inside(swap, model), _outside(model))
         assert swap.num_calls == 0

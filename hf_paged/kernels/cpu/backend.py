@@ -18,7 +18,7 @@ _QUERY_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _STORED_TYPES = {**_QUERY_TYPES, torch.int8: 3}
 
 
-class _Step(ctypes.Structure):
+class AttendCall(ctypes.Structure):
     """`Step` of attention.c."""
 
     _fields_ = (
@@ -59,17 +59,17 @@ class NativeBackend(AttentionBackend):
     def __init__(self) -> None:
         super().__init__()
         library = load_library()
-        self._attend = library.hf_paged_attend
-        self._attend.argtypes, self._attend.restype = [ctypes.c_void_p], None
+        self.attend_function = library.hf_paged_attend  # takes the address of an AttendCall
+        self.attend_function.argtypes, self.attend_function.restype = [ctypes.c_void_p], None
         self._size_of_scratch = library.hf_paged_scratch_size
         self._size_of_scratch.argtypes, self._size_of_scratch.restype = [ctypes.c_int64] * 2, ctypes.c_int64
         self._limits = Limits(library.hf_paged_max_rows(), library.hf_paged_few_rows())
         self._scratch = _Memory()
         self._partials = _Memory()
         self._scratch_sizes: dict[tuple[int, int], int] = {}
-        self._step = _Step()
-        self._step_address = ctypes.addressof(self._step)
-        self._writer = Writer()
+        self._call = AttendCall()
+        self._address = ctypes.addressof(self._call)
+        self.writer = Writer()
         self._torch = TorchBackend()
 
     @classmethod
@@ -79,8 +79,8 @@ class NativeBackend(AttentionBackend):
 
     def write(self, blocks: KVBlocks, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """See `AttentionBackend.write`. What has to be converted or quantised goes through torch."""
-        if self._writer.takes(blocks, key, value):
-            self._writer(blocks, key, value, slot_mapping)
+        if self.writer.takes(blocks, key, value):
+            self.writer(blocks, key, value, slot_mapping)
         else:
             super().write(blocks, key, value, slot_mapping)
 
@@ -92,42 +92,65 @@ class NativeBackend(AttentionBackend):
         types = _QUERY_TYPES.get(query.dtype), _STORED_TYPES.get(keys.dtype), _STORED_TYPES.get(values.dtype)
         if None in types or keys.shape[2] != values.shape[2]:
             return self._attend_by_torch(query, blocks, metadata, params)
-        num_tokens, num_heads, head_dim = query.shape
-        num_kv_heads, value_dim = keys.shape[2], values.shape[3]
-        group_size = num_heads // num_kv_heads
         if query.stride(2) != 1:
             query = query.contiguous()
+        out = torch.empty(*query.shape[:2], values.shape[3], dtype=query.dtype)
         sinks = None if params.sinks is None else params.sinks.float().contiguous()
-        out = torch.empty(num_tokens, num_heads, value_dim, dtype=query.dtype)
+        self.describe(self._call, query, out, blocks, metadata, params, sinks)
+        self.attend_function(self._address)
+        self.num_calls += 1
+        return out
+
+    def describe(
+        self,
+        call: AttendCall,
+        query: torch.Tensor,
+        out: torch.Tensor,
+        blocks: KVBlocks,
+        metadata: AttentionMetadata,
+        params: AttentionParams,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        """Fills the arguments of `attend_function`; they hold until this backend is asked for anything else.
+
+        Args:
+            call: what is filled. It holds addresses only: the tensors have to live until the call.
+            query: `[T, Hq, D]`, D contiguous.
+            out: `[T, Hq, Dv]`, contiguous, of the query's type.
+            blocks: in types that the C code has.
+            metadata: of the step.
+            params: of the layer.
+            sinks: `[Hq]` float32, contiguous, or None.
+        """
+        keys, values = blocks.keys, blocks.values
+        num_heads, head_dim = query.shape[1:]
+        num_kv_heads, value_dim = keys.shape[2], values.shape[3]
+        group_size = num_heads // num_kv_heads
         plan = plan_of(metadata, params.window, params.chunk, num_kv_heads, group_size, self._limits)
         num_threads = torch.get_num_threads()
         scratch_size = self._scratch_sizes.get((head_dim, value_dim))
         if scratch_size is None:
             scratch_size = self._size_of_scratch(head_dim, value_dim)
             self._scratch_sizes[head_dim, value_dim] = scratch_size
-
-        step = self._step
-        step.query, step.out = query.data_ptr(), out.data_ptr()
-        step.keys, step.values = keys.data_ptr(), values.data_ptr()
-        step.key_scales = None if blocks.key_scales is None else blocks.key_scales.data_ptr()
-        step.value_scales = None if blocks.value_scales is None else blocks.value_scales.data_ptr()
-        step.sinks = None if sinks is None else sinks.data_ptr()
-        step.block_table = plan.block_table.data_ptr()
-        step.items, step.bundles, step.joins = plan.addresses
-        step.partials = self._partials.at_least(plan.num_partial_rows * (value_dim + 2))
-        step.scratch = self._scratch.at_least(num_threads * scratch_size)
-        step.num_bundles, step.num_joins = len(plan.bundles) - 1, plan.joins.shape[0] * plan.joins.shape[1]
-        step.num_threads, step.scratch_size = num_threads, scratch_size
-        step.table_stride = plan.block_table.stride(0)
-        step.token_stride, step.head_stride = query.stride(0), query.stride(1)
-        step.num_kv_heads, step.group_size = num_kv_heads, group_size
-        step.head_dim, step.value_dim, step.block_size = head_dim, value_dim, keys.shape[1]
-        step.window, step.chunk = params.window or 0, params.chunk or 0
-        step.query_type, step.key_type, step.value_type = types
-        step.scale, step.softcap = params.scale, params.softcap or 0.0
-        self._attend(self._step_address)
-        self.num_calls += 1
-        return out
+        call.query, call.out = query.data_ptr(), out.data_ptr()
+        call.keys, call.values = keys.data_ptr(), values.data_ptr()
+        call.key_scales = None if blocks.key_scales is None else blocks.key_scales.data_ptr()
+        call.value_scales = None if blocks.value_scales is None else blocks.value_scales.data_ptr()
+        call.sinks = None if sinks is None else sinks.data_ptr()
+        call.block_table = plan.block_table.data_ptr()
+        call.items, call.bundles, call.joins = plan.addresses
+        call.partials = self._partials.at_least(plan.num_partial_rows * (value_dim + 2))
+        call.scratch = self._scratch.at_least(num_threads * scratch_size)
+        call.num_bundles, call.num_joins = len(plan.bundles) - 1, plan.joins.shape[0] * plan.joins.shape[1]
+        call.num_threads, call.scratch_size = num_threads, scratch_size
+        call.table_stride = plan.block_table.stride(0)
+        call.token_stride, call.head_stride = query.stride(0), query.stride(1)
+        call.num_kv_heads, call.group_size = num_kv_heads, group_size
+        call.head_dim, call.value_dim, call.block_size = head_dim, value_dim, keys.shape[1]
+        call.window, call.chunk = params.window or 0, params.chunk or 0
+        call.query_type, call.key_type = _QUERY_TYPES[query.dtype], _STORED_TYPES[keys.dtype]
+        call.value_type = _STORED_TYPES[values.dtype]
+        call.scale, call.softcap = params.scale, params.softcap or 0.0
 
     def _attend_by_torch(
         self, query: torch.Tensor, blocks: KVBlocks, metadata: AttentionMetadata, params: AttentionParams

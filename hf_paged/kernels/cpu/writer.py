@@ -13,7 +13,7 @@ from hf_paged.kernels.kv_blocks import KVBlocks
 SOURCE = Path(__file__).with_name("write.c")
 
 
-class _Write(ctypes.Structure):
+class WriteCall(ctypes.Structure):
     """`Write` of write.c."""
 
     _fields_ = (
@@ -38,9 +38,9 @@ class Writer:
     """
 
     def __init__(self) -> None:
-        self._write = load_library(SOURCE).hf_paged_write
-        self._write.argtypes, self._write.restype = [ctypes.c_void_p], None
-        self._call = _Write()
+        self.function = load_library(SOURCE).hf_paged_write  # takes the address of a WriteCall
+        self.function.argtypes, self.function.restype = [ctypes.c_void_p], None
+        self._call = WriteCall()
         self._address = ctypes.addressof(self._call)
 
     @staticmethod
@@ -58,7 +58,15 @@ class Writer:
 
     def __call__(self, blocks: KVBlocks, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Stores key `[T, H, D]` and value `[T, H, Dv]` at slot_mapping `[T]` int64, contiguous and in range."""
-        call, size, value_size = self._call, key.element_size(), value.element_size()
+        self.describe(self._call, blocks, key, value, slot_mapping)
+        self.function(self._address)
+
+    @staticmethod
+    def describe(
+        call: WriteCall, blocks: KVBlocks, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        """Fills the arguments of `function` for what `takes` takes. They are addresses: the tensors have to live on."""
+        size, value_size = key.element_size(), value.element_size()
         call.keys_from, call.keys_to = key.data_ptr(), blocks.keys.data_ptr()
         call.values_from, call.values_to = value.data_ptr(), blocks.values.data_ptr()
         call.slots = slot_mapping.data_ptr()
@@ -67,4 +75,3 @@ class Writer:
         call.key_token_stride, call.key_head_stride = key.stride(0) * size, key.stride(1) * size
         call.value_token_stride, call.value_head_stride = value.stride(0) * value_size, value.stride(1) * value_size
         call.num_threads = torch.get_num_threads()
-        self._write(self._address)
