@@ -136,6 +136,8 @@ class BlockAllocator:
 
         Always leaves a token to compute, and those that may be taken back: a cached block is never written again.
         """
+        if sequence.request.given is not None:
+            return self._given_prefix(sequence.request.num_given_tokens)
         nothing = CachedPrefix(0, tuple(() for _ in self.groups), None)
         if not self.enable_prefix_caching or sequence.request.wants_prompt_logprobs:
             return nothing
@@ -157,6 +159,11 @@ class BlockAllocator:
             held = [nodes[i].blocks[index] for i in range(first, length)]
             blocks.append((RELEASED,) * first + tuple(block for block in held if block is not None))
         return CachedPrefix(length * size, tuple(blocks), nodes[length - 1])
+
+    def _given_prefix(self, num_tokens: int) -> CachedPrefix:
+        # no blocks yet, and none for what is behind a window: `allocate` brings those from there on
+        behind = [group.first_needed_token(num_tokens) // self.block_size for group in self.groups]
+        return CachedPrefix(num_tokens, tuple((RELEASED,) * first for first in behind), None)
 
     def _usable_length(self, nodes: list[PrefixNode]) -> int:
         # the most leading blocks such that every group still holds those that the next token can see
@@ -181,7 +188,7 @@ class BlockAllocator:
         Tokens that may be taken back count as not computed.
         """
         num_tokens = max(0, sequence.num_computed_tokens - sequence.num_revocable_tokens)
-        if self.enable_prefix_caching:
+        if self.enable_prefix_caching and sequence.request.given is None:
             self._index_full_blocks(sequence, num_tokens)
         for group, pool, table in zip(self.groups, self.pools, sequence.block_tables, strict=True):
             if group.window is not None:

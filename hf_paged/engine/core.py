@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from hf_paged.cache.allocator import BlockAllocator
 from hf_paged.config import PagedConfig
 from hf_paged.engine.batch import LogitsRows
+from hf_paged.engine.given_cache import load_given
 from hf_paged.engine.model_runner import ModelRunner
 from hf_paged.engine.probe import frequency_limit, position_limit
 from hf_paged.engine.sampler import Choice, SamplerRow, choose, token_logprobs
@@ -160,6 +161,7 @@ class EngineCore:
             return self._refuse_stuck()
         try:
             self.runner.copy_blocks(output.copies)
+            load_given(self.runner, output.scheduled)
             for part, logits, rows in self._run(output):
                 self._take(part, logits, rows)
         except BaseException:

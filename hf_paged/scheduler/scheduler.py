@@ -183,7 +183,7 @@ class Scheduler:
             request.first_scheduled_time = time.monotonic()
         if request.num_cached_tokens is None:  # a resume finds its own blocks, which is no hit
             request.num_cached_tokens = sequence.num_computed_tokens
-            if self.allocator.enable_prefix_caching:
+            if self.allocator.enable_prefix_caching and request.given is None:
                 self.prefix_query_tokens += request.num_prompt_tokens
                 self.prefix_hit_tokens += sequence.num_computed_tokens
 
