@@ -140,6 +140,7 @@ class Sequence:
         self.draft_token_ids: list[int] = []
         self.draft_probs: Any = None  # [drafts, vocab]
         self.num_revocable_tokens = 0  # of the last tokens, how many may be taken back
+        self.has_long_frequencies = False  # what its first tokens were rotated with, where a model has two sets
         self.history: Any = None  # what processors and criteria see of it, kept by the engine
         # owned by the block allocator
         self.block_tables: list[BlockTable] = []

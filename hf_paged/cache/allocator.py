@@ -10,7 +10,7 @@ sequence "a", block_size 4, a full group and a group with a window of 6
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
@@ -83,6 +83,8 @@ class BlockAllocator:
         self._max_batch_tokens = max_batch_tokens
         self._max_sequences = max_sequences
         self._prefix_cache_fraction = prefix_cache_fraction
+        # what else than tokens, salt, adapter and weights a sequence's K and V depend on
+        self.prefix_key: Callable[[Sequence], Hashable] = lambda _: None
         self._index = PrefixIndex(len(self.groups))
         self.pools = [self._make_pool(index, group) for index, group in enumerate(self.groups)]
 
@@ -180,7 +182,7 @@ class BlockAllocator:
 
     def _root(self, sequence: Sequence) -> PrefixNode:
         request = sequence.request
-        return self._index.root((request.cache_salt, request.adapter, self.weights_version))
+        return self._index.root((request.cache_salt, request.adapter, self.weights_version, self.prefix_key(sequence)))
 
     def commit(self, sequence: Sequence) -> None:
         """Indexes the blocks that the last step filled, and gives back those behind the windows.

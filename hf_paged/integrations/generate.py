@@ -311,10 +311,11 @@ def _engine(
             reason = str(error)
             prepare_cache = functools.partial(_originals["_prepare_cache_for_generation"])  # stock, as it is
         else:
-            limit = engine.core.frequency_limit
-            if limit is None or stopping_criteria.max_length <= limit:
+            from hf_paged.integrations import frequencies
+
+            reason = frequencies.why_stock(engine, input_ids, stopping_criteria, generation_config, model_kwargs)
+            if reason is None:
                 return engine
-            reason = f"rotary frequencies that change past position {limit} need stock's loop"
     _fall_back(model, reason)
     mode, length = generation_config.get_generation_mode(), int(stopping_criteria.max_length or 0)
     prepare_cache(model, generation_config, model_kwargs, mode, input_ids.shape[0], length)

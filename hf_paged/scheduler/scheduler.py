@@ -198,10 +198,14 @@ class Scheduler:
 
     def preempt(self, sequence: Sequence) -> None:
         """Takes a running sequence's blocks; it computes its tokens again when it gets new ones."""
+        self.recompute(sequence)
+        self.num_preemptions += 1
+
+    def recompute(self, sequence: Sequence) -> None:
+        """The same, not for want of blocks."""
         self.running.pop(self._position(sequence))
         is_idle = sequence.num_uncomputed_tokens == 0
         self.allocator.free(sequence)
-        self.num_preemptions += 1
         if is_idle:
             sequence.state = SequenceState.IDLE
         else:
