@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PhimoeConfig, PhimoeForCausalLM
 
 from hf_paged import PagedConfig, PagedEngine, get_engine, num_fallbacks
 from hf_paged.compat import CACHE_KEYWORD
@@ -22,13 +23,25 @@ from tests.oracle import (
     random_prompt,
     solo,
 )
-from tests.zoo import PAD_TOKEN_ID, WINDOWED, fresh
+from tests.zoo import PAD_TOKEN_ID, VOCAB_SIZE, WINDOWED, draw_weights, fresh
 
 LIMIT = 32
 NEW = 20
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": PAD_TOKEN_ID}
 # none, all, and some of the tokens are beyond the limit; and prompts that end around it
 LENGTHS = (5, 11, 20, 31, 32, 33, 50, 70)
+_SHARED: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": PAD_TOKEN_ID,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 ROPES: dict[str, dict[str, Any]] = {
     "longrope": {
         "rope_type": "longrope",
@@ -49,10 +62,43 @@ DROPS_ITS_CACHE = {"phi3", "phimoe"}
 RESTARTS = CACHE_KEYWORD == "cache"  # before 5.24 those models lose the context where they pass the limit
 
 
+def _phimoe() -> Any:
+    # its rotary module scales by the length, too
+    rope = {**ROPES["longrope"], "short_mscale": 1.2, "long_mscale": 1.5}
+    config = PhimoeConfig(**_SHARED, rope_parameters=rope, original_max_position_embeddings=LIMIT, num_local_experts=4)
+    return _drawn(PhimoeForCausalLM(config))
+
+
+def _gemma3() -> Any:
+    # one rotary module for both kinds of layers, and only one of them is longrope
+    config = Gemma3TextConfig(
+        **_SHARED,
+        head_dim=16,
+        sliding_window=16,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={
+            "full_attention": ROPES["longrope"],
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    )
+    return _drawn(Gemma3ForCausalLM(config))
+
+
+def _drawn(model: Any) -> Any:
+    draw_weights(model, "llama", 0)
+    return model.eval()
+
+
 def _model(kind: str) -> Any:
+    if kind == "phimoe":
+        return _phimoe()
+    if kind == "gemma3":
+        return _gemma3()
     if kind == "dynamic":
         return fresh("llama", rope_parameters=ROPES[kind], max_position_embeddings=LIMIT)
     changes: dict[str, Any] = {"rope_parameters": dict(ROPES["longrope"]), "max_position_embeddings": 256}
+    if kind == "minicpm3":
+        changes["rope_parameters"] |= {"short_factor": [1.0] * 4, "long_factor": [4.0, 1.5, 6.0, 2.0]}
     if kind == "phi3":
         changes["rope_parameters"]["partial_rotary_factor"] = 1.0
         changes["original_max_position_embeddings"] = LIMIT
@@ -77,7 +123,15 @@ def test_what_a_model_does_where_frequencies_change() -> None:
     assert find_regimes(_model("dynamic")).crossing is Crossing.UNKNOWN
 
 
-@pytest.mark.parametrize("kind", LONGROPE)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *LONGROPE,
+        "minicpm3",
+        "phimoe",
+        pytest.param("gemma3", marks=pytest.mark.skipif(not RESTARTS, reason="before 5.24 it fails in stock")),
+    ],
+)
 def test_a_batch_on_both_sides_of_the_limit(kind: str) -> None:
     model = _model(kind)
     prompts = _prompts(kind)
