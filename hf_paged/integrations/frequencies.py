@@ -22,6 +22,9 @@ def why_stock(
     regimes, max_length = engine.core.regimes, int(stopping_criteria.max_length)
     if not regimes.passes(max_length):
         return None
+    reason = regimes.why_stock(shortest_prompt(input_ids, model_kwargs.get("attention_mask")), max_length)
+    if reason is not None:
+        return reason
     change = f"rotary frequencies that change at position {regimes.limit}"
     if generation_config.prefill_chunk_size is not None:  # stock chooses for each chunk
         return f"{change} and prefill_chunk_size need stock's loop"
@@ -29,7 +32,7 @@ def why_stock(
         return f"{change} and an assistant need stock's loop"
     if model_kwargs.get(CACHE_KEYWORD) is not None and regimes.crossing is not Crossing.KEEPS:
         return f"{change}, where the model drops its cache, and a cache of one's own need stock's loop"
-    return regimes.why_stock(shortest_prompt(input_ids, model_kwargs.get("attention_mask")), max_length)
+    return None
 
 
 def shortest_prompt(rows: torch.Tensor, mask: torch.Tensor | None) -> int:

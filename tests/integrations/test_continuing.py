@@ -94,6 +94,19 @@ def test_any_plain_cache_will_do(kind: str) -> None:
     assert num_fallbacks(model) == 0
 
 
+def test_a_pool_of_small_types_takes_what_it_is_given() -> None:
+    model = fresh("llama")
+    config = PagedConfig(k_dtype="int8", v_dtype="int8")
+    first = _generate(model, IDS, MASK)
+    ids, mask = _longer(first.sequences, MASK, 3)
+    stock = _generate(model, ids, mask, output_logits=True)
+    given = {"cache_config": config, CACHE_KEYWORD: copy.deepcopy(first[CACHE_KEYWORD])}
+    paged = _generate(model, ids, mask, **PAGED, **given, output_logits=True)
+    torch.testing.assert_close(paged.logits[0], stock.logits[0], rtol=0, atol=0.1)  # rounded, and nothing else
+    assert not torch.equal(paged.logits[0], stock.logits[0])
+    assert num_fallbacks(model) == 0
+
+
 def test_one_prompt_cache_for_many_questions() -> None:
     # the recipe of Transformers' documentation: a copy of the cache for each
     model = fresh("llama")
