@@ -140,6 +140,7 @@ class Sequence:
         self.draft_token_ids: list[int] = []
         self.draft_probs: Any = None  # [drafts, vocab]
         self.num_revocable_tokens = 0  # of the last tokens, how many may be taken back
+        self.has_long_frequencies = False  # what its first tokens were rotated with, where a model has two sets
         self.history: Any = None  # what processors and criteria see of it, kept by the engine
         # owned by the block allocator
         self.block_tables: list[BlockTable] = []
@@ -197,6 +198,8 @@ class Request:
         adapter: the name of an adapter, "__base__" for none, None for the model's active ones. Only requests with an
             equal one share prefix blocks; another version of it is another version of the weights.
         prompt_embeds: `[prompt, hidden]`, for a prompt whose tokens only count; opaque here.
+        given: K and V of its first tokens, which are not computed then and share no prefixes; opaque here but for its
+            `num_tokens`, which leave at least one token to compute.
         sampling: how tokens are chosen and when to stop; opaque here.
         wants_logprobs: outputs carry the log probabilities of generated tokens.
         wants_prompt_logprobs: the whole prompt is computed, so cached prefixes are not used.
@@ -213,6 +216,7 @@ class Request:
         cache_salt: str | None = None,
         adapter: str | None = None,
         prompt_embeds: Any = None,
+        given: Any = None,
         sampling: Any = None,
         wants_logprobs: bool = False,
         wants_prompt_logprobs: bool = False,
@@ -225,6 +229,7 @@ class Request:
         self.cache_salt = cache_salt
         self.adapter = adapter
         self.prompt_embeds = prompt_embeds
+        self.given = given
         self.sampling = sampling
         self.wants_logprobs = wants_logprobs
         self.wants_prompt_logprobs = wants_prompt_logprobs
@@ -244,6 +249,11 @@ class Request:
     def num_prompt_tokens(self) -> int:
         """Tokens of the prompt."""
         return len(self.prompt_token_ids)
+
+    @property
+    def num_given_tokens(self) -> int:
+        """Tokens of the prompt whose K and V the caller brought."""
+        return 0 if self.given is None else int(self.given.num_tokens)
 
     @property
     def is_finished(self) -> bool:

@@ -10,7 +10,7 @@ sequence "a", block_size 4, a full group and a group with a window of 6
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
@@ -83,6 +83,8 @@ class BlockAllocator:
         self._max_batch_tokens = max_batch_tokens
         self._max_sequences = max_sequences
         self._prefix_cache_fraction = prefix_cache_fraction
+        # what else than tokens, salt, adapter and weights a sequence's K and V depend on
+        self.prefix_key: Callable[[Sequence], Hashable] = lambda _: None
         self._index = PrefixIndex(len(self.groups))
         self.pools = [self._make_pool(index, group) for index, group in enumerate(self.groups)]
 
@@ -136,6 +138,8 @@ class BlockAllocator:
 
         Always leaves a token to compute, and those that may be taken back: a cached block is never written again.
         """
+        if sequence.request.given is not None:
+            return self._given_prefix(sequence.request.num_given_tokens)
         nothing = CachedPrefix(0, tuple(() for _ in self.groups), None)
         if not self.enable_prefix_caching or sequence.request.wants_prompt_logprobs:
             return nothing
@@ -158,6 +162,11 @@ class BlockAllocator:
             blocks.append((RELEASED,) * first + tuple(block for block in held if block is not None))
         return CachedPrefix(length * size, tuple(blocks), nodes[length - 1])
 
+    def _given_prefix(self, num_tokens: int) -> CachedPrefix:
+        # no blocks yet, and none for what is behind a window: `allocate` brings those from there on
+        behind = [group.first_needed_token(num_tokens) // self.block_size for group in self.groups]
+        return CachedPrefix(num_tokens, tuple((RELEASED,) * first for first in behind), None)
+
     def _usable_length(self, nodes: list[PrefixNode]) -> int:
         # the most leading blocks such that every group still holds those that the next token can see
         usable = set(range(1, len(nodes) + 1))
@@ -173,7 +182,7 @@ class BlockAllocator:
 
     def _root(self, sequence: Sequence) -> PrefixNode:
         request = sequence.request
-        return self._index.root((request.cache_salt, request.adapter, self.weights_version))
+        return self._index.root((request.cache_salt, request.adapter, self.weights_version, self.prefix_key(sequence)))
 
     def commit(self, sequence: Sequence) -> None:
         """Indexes the blocks that the last step filled, and gives back those behind the windows.
@@ -181,7 +190,7 @@ class BlockAllocator:
         Tokens that may be taken back count as not computed.
         """
         num_tokens = max(0, sequence.num_computed_tokens - sequence.num_revocable_tokens)
-        if self.enable_prefix_caching:
+        if self.enable_prefix_caching and sequence.request.given is None:
             self._index_full_blocks(sequence, num_tokens)
         for group, pool, table in zip(self.groups, self.pools, sequence.block_tables, strict=True):
             if group.window is not None:

@@ -129,7 +129,7 @@ class AssistantDrafter:
         sampling: SamplingParams = checked.request.sampling
         source: Assistant = sampling.draft_source  # type: ignore[assignment]
         mirror = self._mirrors.get(checked) or self._add(checked, source)
-        limits = (self._core.position_limit, self._core.frequency_limit)
+        limits = (self._core.position_limit, self._core.regimes.limit)
         most = min([mirror.num_tokens, room, *(limit - checked.num_tokens for limit in limits if limit is not None)])
         if most < 1:
             return None

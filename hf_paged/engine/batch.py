@@ -45,6 +45,7 @@ class PackedBatch:
     rows: tuple[LogitsRows, ...]
     adapters: AdapterRows | None = None
     embeds: EmbeddedRows = ()
+    long_tokens: torch.Tensor | None = None  # [T] bool, see `rotary_regimes.py`
 
 
 def pack(output: SchedulerOutput, block_size: int, num_groups: int, device: torch.device) -> PackedBatch:

@@ -17,8 +17,10 @@ from transformers import PreTrainedModel
 from hf_paged.cache.allocator import BlockAllocator
 from hf_paged.config import PagedConfig
 from hf_paged.engine.batch import LogitsRows
+from hf_paged.engine.given_cache import load_given
 from hf_paged.engine.model_runner import ModelRunner
-from hf_paged.engine.probe import frequency_limit, position_limit
+from hf_paged.engine.probe import position_limit
+from hf_paged.engine.rotary_regimes import RotaryRegimes
 from hf_paged.engine.sampler import Choice, SamplerRow, choose, token_logprobs
 from hf_paged.engine.selfcheck import check_packed_step
 from hf_paged.engine.sizing import blocks_in_memory
@@ -55,7 +57,7 @@ class EngineCore:
             check_packed_step(self.runner, model, config)
         self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
         self.position_limit = position_limit(model)
-        self.frequency_limit = frequency_limit(model.config)
+        self.regimes: RotaryRegimes = self.runner.regimes
         text_config = model.config.get_text_config(decoder=True)
         self.max_context: int | None = self.position_limit or getattr(text_config, "max_position_embeddings", None)
         self.allocator = BlockAllocator(
@@ -67,6 +69,7 @@ class EngineCore:
             enable_prefix_caching=config.enable_prefix_caching and not self.runner.layout.states,  # states have no past
             prefix_cache_fraction=config.prefix_cache_fraction,
         )
+        self.allocator.prefix_key = self.regimes.prefix_key
         self.scheduler = Scheduler(self.allocator, config.max_batch_tokens, config.max_requests_per_batch)
         self.speculator = Speculator(self._make_drafter, self.position_limit)
         self.counters = EngineCounters()
@@ -95,7 +98,7 @@ class EngineCore:
         self.runner.look_at_linears()
         if not self.config.enable_prefix_caching:
             return
-        weights = weights_fingerprint(self.get_model())
+        weights = weights_fingerprint(self.get_model(), self.regimes.rewritten_buffers(self.get_model()))
         if weights is None or weights != self._weights:
             self.allocator.weights_version = self.allocator.weights_version + 1
             if not self.requests:
@@ -151,6 +154,7 @@ class EngineCore:
 
     def _step(self) -> bool:
         self.speculator.propose(self.scheduler.running)
+        self.regimes.settle(self.scheduler)
         try:
             output = self.scheduler.schedule()
         except BaseException:  # block copies that were planned already are lost with it
@@ -159,7 +163,9 @@ class EngineCore:
         if not output.scheduled:
             return self._refuse_stuck()
         try:
+            self.regimes.mark(output.scheduled)
             self.runner.copy_blocks(output.copies)
+            load_given(self.runner, output.scheduled)
             for part, logits, rows in self._run(output):
                 self._take(part, logits, rows)
         except BaseException:

@@ -212,11 +212,10 @@ class PagedEngine:
                 f"A prompt of {prompt} tokens and {new} new ones pass the model's {self.core.position_limit} positions;"
                 f" at most {max(0, self.core.position_limit - prompt + 1)} new tokens fit after this prompt."
             )
-        if self.core.frequency_limit is not None and prompt + new > self.core.frequency_limit:
+        if self.core.regimes.why_stock(prompt, prompt + new) is not None:
             raise CapacityError(
-                f"A prompt of {prompt} tokens and {new} new ones pass position {self.core.frequency_limit}; from "
-                "there on this model's rotary frequencies depend on the longest row of a batch, so run it in "
-                "model.generate."
+                f"A prompt of {prompt} tokens and {new} new ones pass position {self.core.regimes.limit}; there this "
+                "model's rotary frequencies change in a way that the engine can't follow, so run it in model.generate."
             )
         limit = self.core.allocator.max_tokens_per_sequence
         if limit is not None and request.max_computed_tokens > limit:

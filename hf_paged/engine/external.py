@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 
 from hf_paged.engine.engine import PagedEngine
 from hf_paged.engine.params import SamplingParams
-from hf_paged.engine.returned_cache import copy_rows
+from hf_paged.engine.returned_cache import copy_rows, dense_rows
 from hf_paged.errors import CapacityError, PagedError
 from hf_paged.request import Request, Sequence, SequenceState
 
@@ -150,3 +150,43 @@ class ExternalRows:
         with self._engine.lock:
             pool = self._core.runner.cache
             return None if pool is None else copy_rows(pool, self._core.get_model().config, self._sequences(), width)
+
+    def extend(self, cache: Cache, start: int, width: int) -> None:
+        """Adds the K and V of all rows to a cache: columns `start` to `width - 1` of the batch, left padding included.
+
+        A row that was preempted is computed again for it. Raises what ended a row early.
+        """
+        sequences = self._sequences()
+        with self._engine.lock:
+            parts = [self._columns(sequences, start, width)] if all(map(_is_whole, sequences)) else []
+        if not parts:  # perhaps they don't fit together
+            parts = [self._columns_again(sequence, start, width) for sequence in sequences]
+        with torch.no_grad():
+            for layers in zip(*parts, strict=True):
+                keys, values = (torch.cat([layer[index] for layer in layers]) for index in (1, 2))
+                cache.update(keys, values, layers[0][0])
+
+    def _columns(
+        self, sequences: SequenceOf[Sequence], start: int, width: int
+    ) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+        pool = self._core.runner.cache
+        assert pool is not None
+        return list(dense_rows(pool, sequences, start, width))
+
+    def _columns_again(
+        self, sequence: Sequence, start: int, width: int
+    ) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+        while True:
+            with self._engine.lock:
+                if sequence.request.error is not None:
+                    raise sequence.request.error
+                if _is_whole(sequence):
+                    return self._columns([sequence], start, width)
+                if sequence.state is SequenceState.IDLE:
+                    self._core.scheduler.add(sequence)
+                if not self._engine.advance():
+                    raise PagedError("A row was preempted and can't run again; the engine's scheduler has a defect.")
+
+
+def _is_whole(sequence: Sequence) -> bool:
+    return sequence.state is SequenceState.RUNNING and sequence.num_uncomputed_tokens == 0

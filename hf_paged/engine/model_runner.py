@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from hf_paged.engine.batch import LogitsRows, PackedBatch, pack
 from hf_paged.engine.by_row import equal_rows, joined, state_rows
 from hf_paged.engine.probe import accepts_logits_to_keep, probe_layout
 from hf_paged.engine.prompt_embeds import embed_inputs, why_no_embeds
+from hf_paged.engine.rotary_regimes import find_regimes, own_frequencies
 from hf_paged.errors import PackedStepError, UnsupportedModelError
 from hf_paged.fused.swap import FusedSwap
 from hf_paged.kernels.metadata import PackedStep, packed_step
@@ -61,6 +63,7 @@ class ModelRunner:
         self.linears = LinearSwap(config.linear_backend)
         self.fused = FusedSwap(config.linear_backend)
         self.adapters = AdapterSwap()
+        self.regimes = find_regimes(model)
         self._embeds_checked = False
         self._why_no_embeds: str | None = None
         self.look_at_linears()
@@ -190,7 +193,9 @@ class ModelRunner:
 
     def _pack(self, output: SchedulerOutput) -> PackedBatch:
         num_groups = len(self.layout.groups) - bool(self.layout.states)  # no token goes to a slot of a state
-        return pack(output, self._config.block_size, num_groups, self.device)
+        batch = pack(output, self._config.block_size, num_groups, self.device)
+        long_tokens = self.regimes.long_tokens(output.scheduled, self.device)
+        return batch if long_tokens is None else replace(batch, long_tokens=long_tokens)
 
     def _run_by_row(self, cache: RowCache, output: SchedulerOutput) -> tuple[torch.Tensor, tuple[LogitsRows, ...]]:
         parts, all_logits = [], []
@@ -236,6 +241,7 @@ class ModelRunner:
             paged_attention(self._configs, model),
             self.linears.installed(),
             self.fused.installed(),
+            own_frequencies(model, self.regimes.limit, batch.long_tokens),
             packed_step(step),
         ):
             if batch.embeds:  # here, where the embedding layer has its rows' adapters

@@ -7,6 +7,7 @@ as stock has them        a a a a a              padded on the left; the padding 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
@@ -36,23 +37,44 @@ def copy_rows(pool: StepCache, config: Any, sequences: SequenceOf[Sequence], wid
     """
     if any(sequence.state is not SequenceState.RUNNING for sequence in sequences):
         return None
-    storages = [pool.storages[index] for index in sorted(pool.storages)]
-    block_size = storages[0].block_size if storages else 1
-    num_groups = len(pool.layout.groups) - bool(pool.layout.states)
-    slots = [_slots(sequences, group, width, block_size) for group in range(num_groups)]
-    cache: Cache = PagedKVCache(config, block_size=block_size)
+    cache: Cache = PagedKVCache(config, block_size=_block_size(pool))
     with torch.no_grad():
         if isinstance(pool, RowCache):
             cache = DynamicCache(config=config)
-            rows = torch.tensor([sequence.block_tables[num_groups].blocks[0] for sequence in sequences])
+            rows = torch.tensor([sequence.block_tables[_num_groups(pool)].blocks[0] for sequence in sequences])
             load_rows(cache.layers, {key: storage.read(rows) for key, storage in pool.states.items()})
-        for layer_idx, storage in sorted(pool.storages.items()):
-            rows = slots[pool.layer(layer_idx).group].to(storage.spec.device)
-            blocks, spec = storage.blocks, pool.layer(layer_idx).spec
-            key = _dense(blocks.key_slots, blocks.key_scale_slots, rows, spec.key_dtype)
-            value = _dense(blocks.value_slots, blocks.value_scale_slots, rows, spec.value_dtype)
+        for layer_idx, key, value in dense_rows(pool, sequences, 0, width):
             cache.update(key, value, layer_idx)
     return cache
+
+
+def dense_rows(
+    pool: StepCache, sequences: SequenceOf[Sequence], start: int, width: int
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Layers with their K `[B, H, width - start, D]` and V of running sequences, as a padded batch has them.
+
+    Args:
+        pool: the engine's cache.
+        sequences: the rows, all computed up to their last token but one.
+        start: columns to leave out.
+        width: columns of the batch, padding on the left included.
+    """
+    num_groups = _num_groups(pool)
+    slots = [_slots(sequences, group, width, _block_size(pool))[:, start:] for group in range(num_groups)]
+    for layer_idx, storage in sorted(pool.storages.items()):
+        rows = slots[pool.layer(layer_idx).group].to(storage.spec.device)
+        blocks, spec = storage.blocks, pool.layer(layer_idx).spec
+        key = _dense(blocks.key_slots, blocks.key_scale_slots, rows, spec.key_dtype)
+        value = _dense(blocks.value_slots, blocks.value_scale_slots, rows, spec.value_dtype)
+        yield layer_idx, key, value
+
+
+def _num_groups(pool: StepCache) -> int:
+    return len(pool.layout.groups) - bool(pool.layout.states)
+
+
+def _block_size(pool: StepCache) -> int:
+    return next((storage.block_size for storage in pool.storages.values()), 1)
 
 
 def _slots(sequences: SequenceOf[Sequence], group: int, width: int, block_size: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ were; after such a change call `reset_prefix_cache()`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 
 import torch
 
@@ -18,13 +18,16 @@ _SAMPLES = 8
 Fingerprint = tuple[Hashable, ...]
 
 
-def weights_fingerprint(model: torch.nn.Module) -> Fingerprint | None:
+def weights_fingerprint(model: torch.nn.Module, rewritten: Collection[int] = ()) -> Fingerprint | None:
     """Equal as long as the weights are, its last part `active_adapters`; None if that can't be told (offloaded weights,
-    inference tensors, tensors without memory of their own)."""
+    inference tensors, tensors without memory of their own). `rewritten` has the ids of buffers that each forward writes
+    anew."""
     identities = []
     samples: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     with torch.no_grad():
         for tensor in itertools.chain(model.parameters(), model.buffers()):
+            if id(tensor) in rewritten:
+                continue
             if tensor.device.type == "meta" or tensor.is_inference():
                 return None
             try:

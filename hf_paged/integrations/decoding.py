@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.cache_utils import Cache
 from transformers.generation import logits_process
 from transformers.generation import stopping_criteria as stopping
 from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -28,6 +29,7 @@ from hf_paged.engine.external import ExternalRows, external_sampling
 from hf_paged.engine.grammar_processor import GrammarProcessor
 from hf_paged.engine.params import ROW_PROCESSORS, SamplingParams, eos_ids, shared_key
 from hf_paged.errors import RequestError
+from hf_paged.integrations.continuing import given_rows
 from hf_paged.integrations.peft import adapters_of_call
 from hf_paged.request import Request
 
@@ -70,6 +72,7 @@ class Batch:
     embeds: torch.Tensor | None = (
         None  # [B, P, hidden]: the prompts, where input_ids have none; the mask is [B, P] then
     )
+    given: Cache | None = None  # the caller's, with the first columns of input_ids; it gets the others
 
     @property
     def max_new_tokens(self) -> int:
@@ -84,7 +87,7 @@ class Batch:
     @property
     def num_siblings(self) -> int:
         """Rows in a row that have the same prompt (`num_return_sequences`)."""
-        return max(1, self.config.num_return_sequences or 1)
+        return 1 if self.given is not None else max(1, self.config.num_return_sequences or 1)
 
     def prompts(self) -> list[list[int]]:
         """The rows' tokens without padding; zeros for embeddings."""
@@ -115,6 +118,11 @@ def with_embeds(batch: Batch, embeds: torch.Tensor | None) -> Batch:
     return batch if embeds is None else replace(batch, embeds=embeds.detach())
 
 
+def with_cache(batch: Batch, given: Cache | None) -> Batch:
+    """The same batch, going on from the caller's cache if there is one."""
+    return batch if given is None else replace(batch, given=given)
+
+
 def decode(engine: PagedEngine, batch: Batch) -> Any:
     """What stock's `_sample` would return for the batch."""
     prompts = batch.prompts()
@@ -139,6 +147,7 @@ def _can_go_one_by_one(batch: Batch) -> bool:
     return (
         batch.streamer is None
         and batch.embeds is None
+        and batch.given is None
         and not batch.config.return_dict_in_generate
         and all(type(item) in HISTORY_PROCESSORS for item in batch.processors)
         and all(type(item) in _ROW_CRITERIA for item in batch.criteria)
@@ -150,6 +159,7 @@ def _can_go_one_by_one(batch: Batch) -> bool:
 
 
 def _in_lockstep(engine: PagedEngine, batch: Batch, prompts: list[list[int]]) -> Any:
+    given = given_rows(batch, prompts)
     adapters = adapters_of_call(engine.core.get_model(), len(prompts))
     requests = [
         Request(
@@ -159,6 +169,7 @@ def _in_lockstep(engine: PagedEngine, batch: Batch, prompts: list[list[int]]) ->
             num_sequences=batch.num_siblings,
             adapter=adapters[row],
             prompt_embeds=batch.prompt_embeds(row),
+            given=given[row],
             cache_salt=None if batch.embeds is None else uuid.uuid4().hex,  # zeros say nothing about the prompt
             sampling=external_sampling(),
         )
@@ -183,6 +194,7 @@ def _lockstep_rounds(rows: ExternalRows, batch: Batch, reserve: Callable[[int], 
     # A processor of unknown class may look from one row at another.
     feeds_finished = (
         config.return_dict_in_generate
+        or batch.given is not None
         or not batch.has_eos
         or any(type(processor) not in HISTORY_PROCESSORS for processor in batch.processors)
     )
@@ -221,11 +233,13 @@ def _lockstep_rounds(rows: ExternalRows, batch: Batch, reserve: Callable[[int], 
         rows.finish(ended)
     if batch.streamer is not None:
         batch.streamer.end()
+    prompt = batch.input_ids if batch.embeds is None else batch.embeds
+    width = prompt.shape[1] + input_ids.shape[1] - batch.input_ids.shape[1] - 1  # the last token isn't computed yet
+    if batch.given is not None:
+        rows.extend(batch.given, batch.given.get_seq_length(), width)
     if not config.return_dict_in_generate:
         return input_ids
-    prompt = batch.input_ids if batch.embeds is None else batch.embeds
-    num_generated = input_ids.shape[1] - batch.input_ids.shape[1]
-    cache = rows.copy(prompt.shape[1] + num_generated - 1)  # the last token isn't computed yet
+    cache = rows.copy(width) if batch.given is None else batch.given
     if cache is None:
         logger.warning("A row was preempted, so this call returns no cache; give the cache_config more num_blocks.")
     return GenerateDecoderOnlyOutput(

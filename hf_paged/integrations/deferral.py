@@ -124,6 +124,8 @@ def _why_at_once(batch: Batch, own: tuple[Any, ...]) -> str | None:
         return "a streamer"
     if batch.embeds is not None:
         return "inputs_embeds"
+    if batch.given is not None:
+        return "a cache of one's own"
     if batch.config.return_dict_in_generate:
         return "return_dict_in_generate"
     for criterion in batch.criteria:

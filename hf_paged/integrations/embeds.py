@@ -8,6 +8,7 @@ import torch
 
 from hf_paged.config import PagedConfig
 from hf_paged.errors import UnsupportedModelError
+from hf_paged.integrations.frequencies import shortest_prompt
 
 
 def why_stock(
@@ -30,8 +31,9 @@ def why_stock(
         engine = engine_for(model, config)
     except UnsupportedModelError:  # it will be found out again, and said
         return None
-    limit = engine.core.frequency_limit
-    if limit is not None and embeds.shape[1] + stopping_criteria.max_length > limit:
-        return f"rotary frequencies that change past position {limit} need stock's loop"
+    shortest = shortest_prompt(embeds, model_kwargs.get("attention_mask"))
+    reason = engine.core.regimes.why_stock(shortest, embeds.shape[1] + stopping_criteria.max_length)
+    if reason is not None:
+        return reason
     reason = engine.core.runner.why_no_embeds()
     return None if reason is None else f"inputs_embeds need stock's loop: {reason}"

@@ -22,6 +22,7 @@ from typing import Any
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 from transformers.generation.utils import GenerationMixin
 
+from hf_paged.compat import CACHE_KEYWORD
 from hf_paged.config import PagedConfig
 
 logger = logging.getLogger("hf_paged")
@@ -141,7 +142,6 @@ def _give_paged_cache(
 ) -> Any:
     """Lets stock prepare its cache, then puts a PagedKVCache in the place of the DynamicCache that it made."""
     from hf_paged.cache.paged_cache import PagedKVCache
-    from hf_paged.compat import CACHE_KEYWORD
 
     is_own = model_kwargs.get(CACHE_KEYWORD) is not None
     result = original(model, generation_config, model_kwargs, *args, **kwargs)
@@ -177,11 +177,12 @@ def _sample(
         stopping_criteria = _watched(streamer, stopping_criteria, input_ids)
         engine = _engine(model, input_ids, stopping_criteria, generation_config, synced_gpus, model_kwargs)
         if engine is not None:
-            from hf_paged.integrations.decoding import Batch, with_embeds
+            from hf_paged.integrations.decoding import Batch, with_cache, with_embeds
             from hf_paged.integrations.deferral import run_or_defer
 
             mask = model_kwargs.get("attention_mask")
             batch = Batch(input_ids, mask, logits_processor, stopping_criteria, generation_config, streamer)
+            batch = with_cache(batch, model_kwargs.get(CACHE_KEYWORD))
             return run_or_defer(engine, with_embeds(batch, model_kwargs.get("inputs_embeds")))
     return original(
         model,
@@ -310,10 +311,11 @@ def _engine(
             reason = str(error)
             prepare_cache = functools.partial(_originals["_prepare_cache_for_generation"])  # stock, as it is
         else:
-            limit = engine.core.frequency_limit
-            if limit is None or stopping_criteria.max_length <= limit:
+            from hf_paged.integrations import frequencies
+
+            reason = frequencies.why_stock(engine, input_ids, stopping_criteria, generation_config, model_kwargs)
+            if reason is None:
                 return engine
-            reason = f"rotary frequencies that change past position {limit} need stock's loop"
     _fall_back(model, reason)
     mode, length = generation_config.get_generation_mode(), int(stopping_criteria.max_length or 0)
     prepare_cache(model, generation_config, model_kwargs, mode, input_ids.shape[0], length)
@@ -357,6 +359,13 @@ def _why_stock(
         if reason is not None:
             return reason
         shape, known = model_kwargs["inputs_embeds"].shape[:2], known | {"inputs_embeds"}
+    if model_kwargs.get(CACHE_KEYWORD) is not None:
+        from hf_paged.integrations import continuing
+
+        reason = continuing.why_stock(model, call.config, input_ids, generation_config, model_kwargs)
+        if reason is not None:
+            return reason
+        known = known | {CACHE_KEYWORD}
     # a dict of what encoders made of images is empty where there are none
     given = {name for name, value in model_kwargs.items() if value is not None and not _is_empty(value)}
     extra = sorted(given - known)

@@ -183,7 +183,7 @@ class Scheduler:
             request.first_scheduled_time = time.monotonic()
         if request.num_cached_tokens is None:  # a resume finds its own blocks, which is no hit
             request.num_cached_tokens = sequence.num_computed_tokens
-            if self.allocator.enable_prefix_caching:
+            if self.allocator.enable_prefix_caching and request.given is None:
                 self.prefix_query_tokens += request.num_prompt_tokens
                 self.prefix_hit_tokens += sequence.num_computed_tokens
 
@@ -198,10 +198,14 @@ class Scheduler:
 
     def preempt(self, sequence: Sequence) -> None:
         """Takes a running sequence's blocks; it computes its tokens again when it gets new ones."""
+        self.recompute(sequence)
+        self.num_preemptions += 1
+
+    def recompute(self, sequence: Sequence) -> None:
+        """The same, not for want of blocks."""
         self.running.pop(self._position(sequence))
         is_idle = sequence.num_uncomputed_tokens == 0
         self.allocator.free(sequence)
-        self.num_preemptions += 1
         if is_idle:
             sequence.state = SequenceState.IDLE
         else:
