@@ -66,6 +66,7 @@ def clocks_on(engine: Any) -> Iterator[Clock]:
     """Clocks around the parts of every step inside."""
     from hf_paged.engine import core, model_runner
     from hf_paged.fused.kernels import FusedKernels
+    from hf_paged.fused.layer_program import LayerProgram
     from hf_paged.linears.native import NativeProduct
 
     clock = Clock()
@@ -79,7 +80,13 @@ def clocks_on(engine: Any) -> Iterator[Clock]:
         (type(engine.core.runner.backend), "write", "cache writes"),
         *((FusedKernels, name, "norms, gates, rotary") for name in ("rms_norm", "gate", "rotary")),
     ]
+    inside = {"product": "products", "spread": "products", "attend": "attention", "write": "cache writes"}
+
+    def add(name: str, seconds: float) -> None:  # of an operation of a whole layer
+        clock.seconds[inside.get(name, "norms, gates, rotary")] += seconds
+
     with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(LayerProgram, "clock", staticmethod(add)))
         for owner, name, part in places:
             stack.enter_context(mock.patch.object(owner, name, clock.timed(part, getattr(owner, name))))
         run = clock.timed("run", model_runner.ModelRunner.run)

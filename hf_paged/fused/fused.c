@@ -12,6 +12,7 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#include <time.h>
 
 #include "../kernels/cpu/exponential.h"
 
@@ -150,8 +151,19 @@ typedef struct {
 typedef struct {
   const Operation *operations;
   int64_t count;
+  double *seconds; /* [count] that each took, or NULL */
 } Program;
 
+static double now(void) {
+  struct timespec time;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
+}
+
 void hf_paged_run(const Program *program) {
-  for (int64_t i = 0; i < program->count; i++) program->operations[i].function(program->operations[i].call);
+  for (int64_t i = 0; i < program->count; i++) {
+    double begin = program->seconds ? now() : 0;
+    program->operations[i].function(program->operations[i].call);
+    if (program->seconds) program->seconds[i] = now() - begin;
+  }
 }

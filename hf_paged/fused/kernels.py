@@ -80,7 +80,7 @@ class Operation(ctypes.Structure):
 class Program(ctypes.Structure):
     """`Program` of fused.c."""
 
-    _fields_ = (("operations", ctypes.c_void_p), ("count", ctypes.c_int64))
+    _fields_ = (("operations", ctypes.c_void_p), ("count", ctypes.c_int64), ("seconds", ctypes.c_void_p))
 
 
 class FusedKernels:

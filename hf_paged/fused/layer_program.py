@@ -13,8 +13,8 @@ call.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -82,7 +82,11 @@ class LayerProgram:
     Args:
         kernels: norms, gates, rotary embeddings.
         product: the linear layers.
+
+    `clock`, if it is set, is told the name of each operation and the seconds it took.
     """
+
+    clock: ClassVar[Callable[[str, float], None] | None] = None
 
     def __init__(self, kernels: FusedKernels, product: NativeProduct) -> None:
         self._kernels = kernels
@@ -127,7 +131,7 @@ class LayerProgram:
         if plan is None or plan.shape != shape or plan.backend is not attention.backend:
             self._plan = None  # its memory may be what the new one takes
             plan = self._plan = _Plan(shape, self._kernels, self._product, attention.backend)
-        return plan.run(weights, attention, x, cosines, sines)
+        return plan.run(weights, attention, x, cosines, sines, type(self).clock)
 
 
 class _Plan:
@@ -140,7 +144,9 @@ class _Plan:
         self._run = kernels.functions["run"]
         self._held: list[Any] = []  # what addresses point at
         self._operations = (Operation * _MOST_OPERATIONS)()
-        self._program = Program(ctypes.addressof(self._operations), 0)
+        self._names: list[str] = []
+        self._seconds = (ctypes.c_double * _MOST_OPERATIONS)()
+        self._program = Program(ctypes.addressof(self._operations), 0, None)
         self._address = ctypes.addressof(self._program)
         rows, hidden = shape.rows, shape.hidden
         heads, kv_heads, dim = shape.heads, shape.kv_heads, shape.head_dim
@@ -166,8 +172,8 @@ class _Plan:
         self._held += (q, k)
         self._rotary = self._add_rotary((q, k), (self._query, self._key))
         self._write, self._attend = WriteCall(), AttendCall()
-        self._add(backend.writer.function, self._write)
-        self._add(backend.attend_function, self._attend)
+        self._add("write", backend.writer.function, self._write)
+        self._add("attend", backend.attend_function, self._attend)
         self._attended = self._memory(rows, heads, shape.value_dim)
         projected, between = self._memory(rows, hidden), self._memory(rows, hidden)
         self._o = self._add_product(self._attended, attended, (projected,))
@@ -178,13 +184,19 @@ class _Plan:
         self._gate = GateCall(
             gate.data_ptr(), up.data_ptr(), gated.data_ptr(), rows * shape.inner, 0, shape.num_threads
         )
-        self._add(kernels.functions["gate"], self._gate)
+        self._add_fused("gate", self._gate)
         self._down = self._add_product(gated, shape.inner, (projected,))
         self._last = self._add_sum(rows * hidden, projected, None)
         self._last.a = between.data_ptr()
 
     def run(
-        self, weights: LayerWeights, attention: Attention, x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor
+        self,
+        weights: LayerWeights,
+        attention: Attention,
+        x: torch.Tensor,
+        cosines: torch.Tensor,
+        sines: torch.Tensor,
+        clock: Callable[[str, float], None] | None,
     ) -> torch.Tensor:
         """See `LayerProgram`."""
         out = torch.empty_like(x)
@@ -204,7 +216,11 @@ class _Plan:
         _set_weights(self._gate_up, weights.gate_up)
         self._gate.kind = GATES.index(weights.act)
         _set_weights(self._down, (weights.down,))
+        self._program.seconds = None if clock is None else ctypes.addressof(self._seconds)
         self._run(self._address)
+        if clock is not None:
+            for name, seconds in zip(self._names, self._seconds, strict=False):
+                clock(name, seconds)
         self.backend.num_calls += 1
         return out
 
@@ -213,24 +229,28 @@ class _Plan:
         self._held.append(memory)
         return memory
 
-    def _add(self, function: Any, call: ctypes.Structure) -> None:
+    def _add(self, name: str, function: Any, call: ctypes.Structure) -> None:
         operation = self._operations[self._program.count]
         operation.function, operation.call = ctypes.cast(function, ctypes.c_void_p), ctypes.addressof(call)
         self._program.count += 1
+        self._names.append(name)
         self._held.append(call)
+
+    def _add_fused(self, name: str, call: ctypes.Structure) -> None:
+        self._add(name, self._kernels.functions[name], call)
 
     def _add_norm(self, rows: int, n: int, x: torch.Tensor | None, out: torch.Tensor) -> NormCall:
         call = NormCall(out=out.data_ptr(), rows=rows, n=n, num_threads=self.shape.num_threads)
         if x is not None:
             call.x = x.data_ptr()
-        self._add(self._kernels.functions["rms_norm"], call)
+        self._add_fused("rms_norm", call)
         return call
 
     def _add_sum(self, count: int, b: torch.Tensor, out: torch.Tensor | None) -> AddCall:
         call = AddCall(b=b.data_ptr(), count=count, num_threads=self.shape.num_threads)
         if out is not None:
             call.out = out.data_ptr()
-        self._add(self._kernels.functions["add"], call)
+        self._add_fused("add", call)
         return call
 
     def _add_product(self, x: torch.Tensor, k: int, outs: Sequence[torch.Tensor]) -> list[Part]:
@@ -240,14 +260,14 @@ class _Plan:
         if stride != k:
             spread = self._memory(rows, stride)
             call = SpreadCall(x.data_ptr(), spread.data_ptr(), rows, k, stride, num_threads)
-            self._add(self._kernels.functions["spread"], call)
+            self._add_fused("spread", call)
             x = spread
         parts = (Part * len(outs))()
         for part, out in zip(parts, outs, strict=True):
             part.out, part.n = out.data_ptr(), out.numel() // rows
         self._held.append(parts)
         product = Product(x.data_ptr(), ctypes.addressof(parts), rows, k, stride, len(outs), 0, num_threads)
-        self._add(self._product_function, product)
+        self._add("product", self._product_function, product)
         return list(parts)
 
     def _add_rotary(self, from_: tuple[torch.Tensor, ...], to: tuple[torch.Tensor, ...]) -> RotaryCall:
@@ -256,7 +276,7 @@ class _Plan:
         for part, x, out in zip(call.parts, from_, to, strict=True):
             part.x, part.out, part.heads = x.data_ptr(), out.data_ptr(), x.shape[1]
             part.token_stride, part.head_stride, _ = x.stride()
-        self._add(self._kernels.functions["rotary"], call)
+        self._add_fused("rotary", call)
         return call
 
 

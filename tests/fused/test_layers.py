@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, GraniteConfig, Qwen2Config
 
 from hf_paged import PagedConfig, PagedEngine
 from hf_paged.fused import layers
+from hf_paged.fused.layer_program import LayerProgram
 from tests.equality.drive import pool_of_2048, run_requests, tokens_of
 from tests.fused.built import needs_fused
 from tests.oracle import assert_rows_equal_solo
@@ -157,6 +158,18 @@ def test_hidden_states_are_not_overwritten_by_later_layers() -> None:
         hook.remove()
     assert len(seen) >= 3
     assert all(torch.equal(output, copy) for output, copy in seen)
+
+
+def test_a_clock_is_told_each_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = _engine(fresh("qwen3"))
+    run_requests(engine, PROMPTS, max_new_tokens=2)
+    told: list[tuple[str, float]] = []
+    monkeypatch.setattr(LayerProgram, "clock", staticmethod(lambda *one: told.append(one)))
+    assert _whole(engine) == 2
+    attention = ["rms_norm", "product", "rms_norm", "rms_norm", "rotary", "write", "attend", "product", "add"]
+    names = [*attention, "rms_norm", "product", "gate", "product", "add"]
+    assert [name for name, _ in told[: len(names)]] == names
+    assert min(seconds for _, seconds in told) > 0
 
 
 def test_the_torch_backend_has_no_whole_layers() -> None:
