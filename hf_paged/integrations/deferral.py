@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList, PrefixConstrainedLogitsProcessor
 
+from hf_paged.engine.draft_source import DraftSource
 from hf_paged.engine.engine import PagedEngine
 from hf_paged.engine.grammar_processor import GrammarProcessor
 from hf_paged.engine.params import SamplingParams, eos_ids, shared_key
@@ -75,8 +76,13 @@ class Deferral:
     taken: DeferredCall | None = None
     why_not: str | None = None
 
-    def take(self, engine: PagedEngine, batch: Batch) -> bool:
+    def take(self, engine: PagedEngine, batch: Batch, drafts: DraftSource | None = None) -> bool:
         """Makes a request of the call, if it can run beside others and return what it would return alone.
+
+        Args:
+            engine: runs it.
+            batch: what the call asks for.
+            drafts: who guesses its next tokens, if anyone does.
 
         Raises:
             CapacityError: the prompt is longer than the model has positions.
@@ -87,7 +93,7 @@ class Deferral:
         if len(set(adapters)) > 1:
             self.why_not = "adapter_names that differ"
         if self.why_not is None:
-            self.taken = _deferred(engine, batch, self.seed, has_own=bool(self.own))
+            self.taken = _deferred(engine, batch, self.seed, drafts, has_own=bool(self.own))
         return self.why_not is None
 
 
@@ -110,10 +116,13 @@ def deferring(deferral: Deferral) -> Iterator[None]:
 
 def run_or_defer(engine: PagedEngine, batch: Batch) -> Any:
     """What stock's `_sample` would return; in a deferred call the prompt alone, in the same shape."""
+    return batch.input_ids if was_deferred(engine, batch) else decode(engine, batch)
+
+
+def was_deferred(engine: PagedEngine, batch: Batch, drafts: DraftSource | None = None) -> bool:
+    """Whether the call under way gave its request away, with `drafts` to go with it."""
     deferral = _local.deferral
-    if deferral is not None and deferral.take(engine, batch):
-        return batch.input_ids
-    return decode(engine, batch)
+    return deferral is not None and deferral.take(engine, batch, drafts)
 
 
 def _why_at_once(batch: Batch, own: tuple[Any, ...]) -> str | None:
@@ -149,7 +158,9 @@ def _counts_rows(processor: Any) -> bool:
     return isinstance(processor, PrefixConstrainedLogitsProcessor | GrammarProcessor)
 
 
-def _deferred(engine: PagedEngine, batch: Batch, seed: int, *, has_own: bool) -> DeferredCall:
+def _deferred(
+    engine: PagedEngine, batch: Batch, seed: int, drafts: DraftSource | None, *, has_own: bool
+) -> DeferredCall:
     row, prompt = batch.input_ids[0].tolist(), batch.prompts()[0]
     outside = next((token for token in prompt if not 0 <= token < engine.core.vocab_size), None)
     if outside is not None:
@@ -181,6 +192,7 @@ def _deferred(engine: PagedEngine, batch: Batch, seed: int, *, has_own: bool) ->
             shared_key=None if has_own else shared_key(batch.config, processors),
             seed=seed if batch.config.do_sample else None,
             history_start=tuple(row[: len(row) - len(prompt)]),
+            draft_source=drafts,
         ),
     )
     pad_token_id = int(pad.flatten()[0]) if pad is not None else 0

@@ -211,6 +211,7 @@ def _assisted_decoding(
     if _current(model) is not None:
         from hf_paged.integrations import assisted
         from hf_paged.integrations.decoding import Batch
+        from hf_paged.integrations.deferral import was_deferred
 
         stopping_criteria = _watched(streamer, stopping_criteria, input_ids)
         mask = kwargs.get("attention_mask")
@@ -229,6 +230,8 @@ def _assisted_decoding(
             drafts, reason = assisted.draft_source(engine, batch, assistant_model)
             if reason is not None:
                 _say(model, reason)
+            if was_deferred(engine, batch, drafts):
+                return batch.input_ids
             return assisted.decode(engine, batch, drafts)
         kwargs = {**kwargs, **model_kwargs}  # with the cache that was prepared
     return original(

@@ -184,6 +184,14 @@ CALLS: dict[str, dict[str, Any]] = {
     "guidance_scale": {"guidance_scale": 1.7},
     "renormalize_logits": {"renormalize_logits": True, "remove_invalid_values": True},
     "forced_eos_token_id": {"forced_eos_token_id": 9},
+    "prompt lookup": {"prompt_lookup_num_tokens": 3},
+    "prompt lookup and stop strings": {
+        "prompt_lookup_num_tokens": 2,
+        "stop_strings": ["e", "xY"],
+        "tokenizer": tiny_tokenizer(),
+    },
+    "assistant": {"assistant_model": fresh("llama")},
+    "another assistant": {"assistant_model": fresh("mistral"), "repetition_penalty": 1.6},
     "generation_config": {"generation_config": GenerationConfig(max_new_tokens=4, do_sample=False, pad_token_id=0)},
 }
 
@@ -242,7 +250,6 @@ ONE_BY_ONE: dict[str, Callable[[], dict[str, Any]]] = {
     "MaxTimeCriteria": lambda: {"max_time": 1000.0},
     "beams": lambda: {"num_beams": 3},
     "beams returned": lambda: {"num_beams": 3, "num_return_sequences": 2},
-    "prompt lookup": lambda: {"prompt_lookup_num_tokens": 3},
     "output_attentions": lambda: {"output_attentions": True, "return_dict_in_generate": True},
     "use_cache": lambda: {"use_cache": False},
 }
