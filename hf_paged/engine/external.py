@@ -61,7 +61,7 @@ class ExternalRows:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.finish(range(len(self._sequences())))
+        self.close()
 
     def _sequences(self) -> list[Sequence]:
         return self._reordered or [sequence for request in self._requests for sequence in request.sequences]
@@ -73,18 +73,31 @@ class ExternalRows:
         """
         while True:
             with self._engine.lock:
-                for request in self._requests:
-                    if request.error is not None:
-                        raise request.error
-                if all(len(request.sequences) == request.num_sequences for request in self._requests):
-                    sequences = self._sequences()
-                    found = [sequences[row].next_logits for row in rows]
-                    if all(logits is not None for logits in found):
-                        return found
+                found = self._found(rows)
+                if found is not None:
+                    return found
                 if not self._engine.advance():
                     raise PagedError(
                         "The engine has rows without logits but nothing to run; its scheduler has a defect."
                     )
+
+    def are_ready(self, rows: SequenceOf[int]) -> bool:
+        """Whether `logits` would return, or raise, without running a step."""
+        with self._engine.lock:
+            try:
+                return self._found(rows) is not None
+            except Exception:
+                return True
+
+    def _found(self, rows: SequenceOf[int]) -> list[torch.Tensor] | None:
+        for request in self._requests:
+            if request.error is not None:
+                raise request.error
+        if any(len(request.sequences) < request.num_sequences for request in self._requests):
+            return None
+        sequences = self._sequences()
+        found = [sequences[row].next_logits for row in rows]
+        return None if any(logits is None for logits in found) else found
 
     def reorder(self, rows: SequenceOf[int], parents: SequenceOf[int]) -> None:
         """Row `rows[i]` goes on from what row `parents[i]` has been; blocks are shared, and copied when written.
@@ -144,6 +157,10 @@ class ExternalRows:
                 sequences[row].next_logits = None
                 if not sequences[row].is_finished:
                     self._core.finish(sequences[row], "stop", None)
+
+    def close(self) -> None:
+        """Ends all rows. Closing twice does nothing."""
+        self.finish(range(len(self._sequences())))
 
     def copy(self, width: int) -> Cache | None:
         """The K and V of all rows as a cache of their own, `width` tokens a row; None if one of them was preempted."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,9 @@ _STRICT_PROCESSORS = (logits_process.PrefixConstrainedLogitsProcessor, GrammarPr
 
 # Stock scores what can't be chosen, and beams that aren't there yet, with -1e9.
 _REAL_SCORE = -1e8
+
+
+Wait = Callable[[ExternalRows, Sequence[int]], None]
 
 
 @dataclass
@@ -61,10 +64,17 @@ class BeamModel:
         cache: what the loop was given for its cache.
         batch: what `_beam_search` was called with.
         make_room: called with the number of new tokens before rows get that many.
+        wait: called with the rows, and those of them whose logits are asked for next; returns when they are there.
     """
 
     def __init__(
-        self, model: Any, rows: ExternalRows, cache: Parents, batch: Batch, make_room: Callable[[int], None]
+        self,
+        model: Any,
+        rows: ExternalRows,
+        cache: Parents,
+        batch: Batch,
+        make_room: Callable[[int], None],
+        wait: Wait | None = None,
     ) -> None:
         self._model = model
         self._rows = rows
@@ -75,6 +85,7 @@ class BeamModel:
         self._device = batch.input_ids.device
         self._active = list(range(self._num_rows))
         self._make_room = make_room
+        self._wait = wait
         self._rounds_left = batch.max_new_tokens
         self._drops_settled = are_independent(batch)
         self._drops_full = self._drops_settled and _can_drop_full(batch)
@@ -149,6 +160,8 @@ class BeamModel:
 
     def _logits(self) -> _Output:
         self._rounds_left -= 1
+        if self._wait is not None:
+            self._wait(self._rows, self._active)
         logits = torch.stack(self._rows.logits(self._active)).to(self._device)
         if len(self._active) < self._num_rows:
             full = logits.new_zeros(self._num_rows, logits.shape[1])

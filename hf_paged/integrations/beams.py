@@ -13,6 +13,7 @@ are the rows of an engine:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import logging
 import uuid
@@ -27,7 +28,7 @@ from transformers.generation import logits_process
 from hf_paged.compat import CACHE_KEYWORD
 from hf_paged.engine.engine import PagedEngine
 from hf_paged.engine.external import ExternalRows, external_sampling
-from hf_paged.integrations.beam_model import BeamModel, Parents, are_independent
+from hf_paged.integrations.beam_model import BeamModel, Parents, Wait, are_independent
 from hf_paged.integrations.decoding import Batch
 from hf_paged.request import Request
 
@@ -37,7 +38,15 @@ _HORIZON = 256
 logger = logging.getLogger("hf_paged")
 
 
-def search(original: Callable[..., Any], model: Any, engine: PagedEngine, batch: Batch) -> Any:
+def search(
+    original: Callable[..., Any],
+    model: Any,
+    engine: PagedEngine,
+    batch: Batch,
+    *,
+    wait: Wait | None = None,
+    reserve: Callable[[int], int] | None = None,
+) -> Any:
     """What stock's `_beam_search` would return.
 
     Args:
@@ -45,24 +54,35 @@ def search(original: Callable[..., Any], model: Any, engine: PagedEngine, batch:
         model: the model that it was called on.
         engine: the model's.
         batch: what it was called with; rows `[B * num_beams, L]`, the beams of a prompt one after another.
+        wait: as in `BeamModel`, for someone else who runs the engine's steps; None runs them here.
+        reserve: called with the blocks that the beams may hold from now on; None for the engine's own.
 
     Raises:
         CapacityError: one beam alone is more than the pool can ever hold.
     """
+    run = functools.partial(_search, original, model, engine, wait=wait, reserve=reserve or engine.reserve)
     parts = _parts(engine, batch)
     if len(parts) > 1:
         results = []
         for part in parts:
-            result, is_decided = _search(original, model, engine, part)
+            result, is_decided = run(part)
             if not is_decided:
                 break
             results.append(result)
         else:
             return _joined(results, batch)
-    return _search(original, model, engine, batch)[0]
+    return run(batch)[0]
 
 
-def _search(original: Callable[..., Any], model: Any, engine: PagedEngine, batch: Batch) -> tuple[Any, bool]:
+def _search(
+    original: Callable[..., Any],
+    model: Any,
+    engine: PagedEngine,
+    batch: Batch,
+    *,
+    wait: Wait | None,
+    reserve: Callable[[int], int],
+) -> tuple[Any, bool]:
     # stock's result, and whether each prompt's is what it would be whatever other prompts there are
     beams = batch.config.num_beams
     prompts = batch.prompts()[::beams]
@@ -83,12 +103,12 @@ def _search(original: Callable[..., Any], model: Any, engine: PagedEngine, batch
         nonlocal horizon
         if num_new_tokens >= horizon:
             horizon = max(_HORIZON, 2 * horizon)
-            engine.reserve(_blocks(engine, prompts, beams, min(horizon, batch.max_new_tokens)))
+            reserve(_blocks(engine, prompts, beams, min(horizon, batch.max_new_tokens)))
 
     make_room(0)
     with ExternalRows(engine, requests) as rows:
         cache = Parents()
-        beam_model = BeamModel(model, rows, cache, batch, make_room)
+        beam_model = BeamModel(model, rows, cache, batch, make_room, wait)
         result = original(
             beam_model,
             batch.input_ids,
@@ -157,6 +177,11 @@ def _blocks(engine: PagedEngine, prompts: list[list[int]], beams: int, num_new_t
         shared = len(prompt) // size
         needed += shared + beams * (-(-(len(prompt) + num_new_tokens - 1) // size) - shared)
     return needed
+
+
+def most_blocks(engine: PagedEngine, batch: Batch) -> int:
+    """Blocks that the beams of a call hold at most."""
+    return _blocks(engine, batch.prompts()[:: batch.config.num_beams], batch.config.num_beams, batch.max_new_tokens)
 
 
 def _with_cache(result: Any, rows: ExternalRows, cache: Parents, width: int) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from hf_paged.engine.engine import PagedEngine
 from hf_paged.engine.grammar_processor import GrammarProcessor
 from hf_paged.engine.params import SamplingParams, eos_ids, shared_key
 from hf_paged.errors import CapacityError, PagedError, RequestError
+from hf_paged.integrations.beam_calls import BeamCall
 from hf_paged.integrations.decoding import _ROW_CRITERIA, HISTORY_PROCESSORS, Batch, _for_row, _row_criteria, decode
 from hf_paged.integrations.peft import adapters_of_call
 from hf_paged.request import Request
@@ -36,6 +37,11 @@ class DeferredCall:
     input_ids: torch.Tensor  # [n, P]
     pad_token_id: int
     max_new_tokens: int  # what was asked for; the request has fewer where the model has no positions for more
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the tokens, or an error, are there."""
+        return self.request.is_finished
 
     def sequences(self) -> torch.Tensor:
         """What the call would have returned: `[n, P + new]` on the CPU, shorter rows padded.
@@ -73,7 +79,7 @@ class Deferral:
 
     seed: int
     own: tuple[Any, ...] = ()
-    taken: DeferredCall | None = None
+    taken: DeferredCall | BeamCall | None = None
     why_not: str | None = None
 
     def take(self, engine: PagedEngine, batch: Batch, drafts: DraftSource | None = None) -> bool:
@@ -94,6 +100,25 @@ class Deferral:
             self.why_not = "adapter_names that differ"
         if self.why_not is None:
             self.taken = _deferred(engine, batch, self.seed, drafts, has_own=bool(self.own))
+        return self.why_not is None
+
+    def take_beams(self, original: Callable[..., Any], model: Any, engine: PagedEngine, batch: Batch) -> bool:
+        """Makes a beam search to be run beside others of the call, if that returns what it would return alone.
+
+        Args:
+            original: stock's `_beam_search`.
+            model: the one that it was called on.
+            engine: the model's.
+            batch: what it was called with.
+
+        Raises:
+            RequestError: the prompt has tokens that the model has not.
+        """
+        self.why_not = _why_at_once(batch, self.own)
+        if self.why_not is None:
+            _require_known(engine, batch.prompts()[0])
+            seed = self.seed if batch.config.do_sample else None
+            self.taken = BeamCall(original, model, engine, batch, seed)
         return self.why_not is None
 
 
@@ -125,9 +150,17 @@ def was_deferred(engine: PagedEngine, batch: Batch, drafts: DraftSource | None =
     return deferral is not None and deferral.take(engine, batch, drafts)
 
 
+def were_deferred(original: Callable[..., Any], model: Any, engine: PagedEngine, batch: Batch) -> bool:
+    """Whether the call under way gave its beam search away; `original` is stock's loop."""
+    deferral = _local.deferral
+    return deferral is not None and deferral.take_beams(original, model, engine, batch)
+
+
 def _why_at_once(batch: Batch, own: tuple[Any, ...]) -> str | None:
     """Why a call must run by itself, or None."""
-    if len(batch.input_ids) != batch.num_siblings:
+    has_beams = batch.config.num_beams > 1
+    num_rows = batch.config.num_beams if has_beams else batch.num_siblings
+    if len(batch.input_ids) != num_rows:
         return "a call of several prompts"
     if batch.streamer is not None:
         return "a streamer"
@@ -140,15 +173,13 @@ def _why_at_once(batch: Batch, own: tuple[Any, ...]) -> str | None:
     for criterion in batch.criteria:
         if type(criterion) not in _ROW_CRITERIA:
             return type(criterion).__name__
-    if batch.num_siblings > 1 and not batch.has_eos and len(batch.criteria) > 1:
+    if not has_beams and num_rows > 1 and not batch.has_eos and len(batch.criteria) > 1:
         return "num_return_sequences with stop strings but no end-of-sequence token"
     brought = {id(processor) for processor in own}
     for processor in batch.processors:
         # made for this call, it serves one row only; the caller's may remember what it has seen
-        is_alone = batch.num_siblings == 1 and id(processor) not in brought
-        if not is_alone and (
-            type(processor) not in HISTORY_PROCESSORS or (batch.num_siblings > 1 and _counts_rows(processor))
-        ):
+        is_alone = (has_beams or num_rows == 1) and id(processor) not in brought
+        if not is_alone and (type(processor) not in HISTORY_PROCESSORS or (num_rows > 1 and _counts_rows(processor))):
             return type(processor).__name__
     return None
 
@@ -162,12 +193,7 @@ def _deferred(
     engine: PagedEngine, batch: Batch, seed: int, drafts: DraftSource | None, *, has_own: bool
 ) -> DeferredCall:
     row, prompt = batch.input_ids[0].tolist(), batch.prompts()[0]
-    outside = next((token for token in prompt if not 0 <= token < engine.core.vocab_size), None)
-    if outside is not None:
-        raise RequestError(
-            f"The prompt has token id {outside}; the model's ids go from 0 to {engine.core.vocab_size - 1}. Use the "
-            "tokenizer that belongs to the model."
-        )
+    _require_known(engine, prompt)
     limit, max_new_tokens = engine.core.position_limit, batch.max_new_tokens
     if limit is not None:
         if len(prompt) > limit:
@@ -197,3 +223,12 @@ def _deferred(
     )
     pad_token_id = int(pad.flatten()[0]) if pad is not None else 0
     return DeferredCall(engine, request, batch.input_ids, pad_token_id, batch.max_new_tokens)
+
+
+def _require_known(engine: PagedEngine, prompt: list[int]) -> None:
+    outside = next((token for token in prompt if not 0 <= token < engine.core.vocab_size), None)
+    if outside is not None:
+        raise RequestError(
+            f"The prompt has token id {outside}; the model's ids go from 0 to {engine.core.vocab_size - 1}. Use the "
+            "tokenizer that belongs to the model."
+        )

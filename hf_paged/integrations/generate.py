@@ -262,9 +262,12 @@ def _beam_search(
         if engine is not None:
             from hf_paged.integrations import beams
             from hf_paged.integrations.decoding import Batch
+            from hf_paged.integrations.deferral import were_deferred
 
             mask = model_kwargs.get("attention_mask")
             batch = Batch(input_ids, mask, logits_processor, stopping_criteria, generation_config, None)
+            if were_deferred(original, model, engine, batch):
+                return input_ids[: generation_config.num_return_sequences]
             return beams.search(original, model, engine, batch)
     return original(
         model,

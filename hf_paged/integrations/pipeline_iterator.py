@@ -12,7 +12,7 @@ import logging
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -22,11 +22,14 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers.pipelines.pt_utils import PipelineDataset, PipelineIterator
 
 from hf_paged.engine.in_flight import InFlight
+from hf_paged.integrations.beam_calls import BeamCall, BeamsInFlight
 from hf_paged.integrations.deferral import Deferral, DeferredCall, deferring
 from hf_paged.integrations.progress import Progress
 
 if TYPE_CHECKING:
     from transformers import Pipeline
+
+    from hf_paged.request import Request
 
 # Items taken from an iterator and not yet given to the caller, for each sequence that the engine runs at once: one slow
 # item at the front shouldn't leave the engine idle, and an endless iterator shouldn't be read for ever.
@@ -46,7 +49,7 @@ class _Item:
     """One input on its way: an error, the outputs of forward, or both those and the tokens that are still to come."""
 
     outputs: dict[str, Any] | None = None
-    call: DeferredCall | None = None
+    call: DeferredCall | BeamCall | None = None
     error: Exception | None = None
 
 
@@ -133,7 +136,8 @@ class PagedPipelineIterator(IterableDataset[Any]):
         self._num_taken = 0
         self._window: deque[_Item] = deque()
         self._in_flight = InFlight()
-        self._finalizer = weakref.finalize(self, self._in_flight.close)
+        self._beams = BeamsInFlight()
+        self._finalizer = weakref.finalize(self, _close, self._in_flight, self._beams)
         self._finalizer.atexit = False
         self._may_have_changed = True  # the weights, since the last submitted request
         is_sized = isinstance(self._inputs, Sized)
@@ -178,7 +182,8 @@ class PagedPipelineIterator(IterableDataset[Any]):
         if newest is None:  # it ran at once, or failed; more of its kind would keep the first ones waiting
             return False
         most = newest.engine.config.max_requests_per_batch * _WINDOW_PER_SEQUENCE
-        return (self._is_eager or len(self._window) < most) and self._in_flight.has_room(newest.engine)
+        in_flight = self._beams if isinstance(newest, BeamCall) else self._in_flight
+        return (self._is_eager or len(self._window) < most) and in_flight.has_room(newest.engine)
 
     def _take(self) -> _Item:
         assert self._source is not None
@@ -209,6 +214,9 @@ class PagedPipelineIterator(IterableDataset[Any]):
             self._count(1, _num_new_tokens(outputs))
             return _Item(outputs)
         call = deferral.taken
+        if isinstance(call, BeamCall):
+            self._beams.submit(call)
+            return _Item(outputs, call)
         self._in_flight.submit(call.engine, call.request, notice_weights=self._may_have_changed)
         self._may_have_changed = False
         return _Item(outputs, call)
@@ -233,14 +241,8 @@ class PagedPipelineIterator(IterableDataset[Any]):
         if not self._window:
             self.close()
             raise StopIteration
-        while (call := self._window[0].call) is not None and not call.request.is_finished:
-            ended = self._in_flight.step(call.engine, call.request)
-            for request in ended:
-                if isinstance(request.error, Exception):
-                    _detached(request.error)
-            if ended:
-                tokens = sum(sequence.num_generated_tokens for request in ended for sequence in request.sequences)
-                self._count(len(ended), tokens)
+        while (call := self._window[0].call) is not None and not call.is_finished:
+            if self._step(call):
                 self._fill()
         item = self._window.popleft()
         if item.error is not None:
@@ -250,9 +252,25 @@ class PagedPipelineIterator(IterableDataset[Any]):
             return item.outputs
         return {**item.outputs, "generated_sequence": item.call.sequences()[None]}
 
+    def _step(self, awaited: DeferredCall | BeamCall) -> int:
+        # how many items have ended since the last step
+        ended: Sequence[Request | BeamCall]
+        if isinstance(awaited, BeamCall):
+            ended = calls = self._beams.step(awaited.engine)
+            tokens = sum(_num_new_beam_tokens(call) for call in calls)
+        else:
+            ended = requests = self._in_flight.step(awaited.engine, awaited.request)
+            tokens = sum(sequence.num_generated_tokens for request in requests for sequence in request.sequences)
+        for one in ended:
+            if isinstance(one.error, Exception):
+                _detached(one.error)
+        if ended:
+            self._count(len(ended), tokens)
+        return len(ended)
+
     def _count(self, num_prompts: int, num_tokens: int) -> None:
         if self._progress is not None:
-            self._progress.count(num_prompts, num_tokens, self._in_flight.num_sequences)
+            self._progress.count(num_prompts, num_tokens, self._in_flight.num_sequences + self._beams.num_sequences)
 
 
 class _Indexed(Iterator[Any]):
@@ -276,6 +294,18 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
         torch.manual_seed(seed)
         yield
+
+
+def _close(in_flight: InFlight, beams: BeamsInFlight) -> None:
+    in_flight.close()
+    beams.close()
+
+
+def _num_new_beam_tokens(call: BeamCall) -> int:
+    if call.error is not None:
+        return 0
+    sequences = call.sequences()
+    return len(sequences) * (sequences.shape[1] - call.num_prompt_tokens)
 
 
 def _preprocess(pipe: Pipeline, params: Mapping[str, Any], item: Any) -> Any:

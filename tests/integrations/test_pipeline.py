@@ -8,6 +8,7 @@ import gc
 import itertools
 import logging
 import threading
+import time
 from collections import UserList, deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -184,6 +185,13 @@ CALLS: dict[str, dict[str, Any]] = {
     "guidance_scale": {"guidance_scale": 1.7},
     "renormalize_logits": {"renormalize_logits": True, "remove_invalid_values": True},
     "forced_eos_token_id": {"forced_eos_token_id": 9},
+    "beams": {"num_beams": 3},
+    "beams returned": {"num_beams": 3, "num_return_sequences": 2},
+    "beams and an end token": {"num_beams": 3, "eos_token_id": [101, 50, 54, 62, 117], "early_stopping": True},
+    "beams and lengths": {"num_beams": 2, "eos_token_id": [101, 50, 54], "length_penalty": -1.0},
+    "beams and processors": {"num_beams": 3, "repetition_penalty": 1.6, "no_repeat_ngram_size": 2, "min_length": 30},
+    "beams and max_length": {"num_beams": 3, "max_length": 90, "max_new_tokens": None},
+    "beams and stop strings": {"num_beams": 2, "stop_strings": ["e", "xY"], "tokenizer": tiny_tokenizer()},
     "prompt lookup": {"prompt_lookup_num_tokens": 3},
     "prompt lookup and stop strings": {
         "prompt_lookup_num_tokens": 2,
@@ -248,8 +256,6 @@ ONE_BY_ONE: dict[str, Callable[[], dict[str, Any]]] = {
     "streamer": lambda: {"streamer": _Heard()},
     "return_dict_in_generate": lambda: {"return_dict_in_generate": True, "output_scores": True},
     "MaxTimeCriteria": lambda: {"max_time": 1000.0},
-    "beams": lambda: {"num_beams": 3},
-    "beams returned": lambda: {"num_beams": 3, "num_return_sequences": 2},
     "output_attentions": lambda: {"output_attentions": True, "return_dict_in_generate": True},
     "use_cache": lambda: {"use_cache": False},
 }
@@ -277,7 +283,7 @@ def test_a_call_that_runs_alone_gives_its_first_result_before_it_takes_the_third
             taken.append(index)
             yield f"prompt {index}"
 
-    results = paged_pipeline(_stock())(prompts(), num_beams=2, max_new_tokens=2)
+    results = paged_pipeline(_stock())(prompts(), return_dict_in_generate=True, max_new_tokens=2)
     next(results)
     assert len(taken) <= 2
 
@@ -394,7 +400,7 @@ def test_item_i_is_stocks_after_manual_seed_of_seed_plus_i() -> None:
     _assert_equal(ours(PROMPTS[0], do_sample=True, temperature=1.3, top_k=20, seed=11, return_tensors=True), outputs[0])
 
 
-def test_a_seed_is_kept_where_items_run_alone() -> None:
+def test_sampled_beams_draw_from_their_items_generator() -> None:
     stock, ours = _both()
     before = torch.get_rng_state()
     outputs = ours(PROMPTS[:3], do_sample=True, num_beams=2, seed=11)
@@ -402,6 +408,60 @@ def test_a_seed_is_kept_where_items_run_alone() -> None:
     for index, prompt in enumerate(PROMPTS[:3]):
         torch.manual_seed(11 + index)
         _assert_equal(outputs[index], stock(prompt, do_sample=True, num_beams=2))
+
+
+def test_beams_take_turns_where_the_pool_is_small() -> None:
+    model = _settled(fresh("llama"))
+    stock = _stock(model)
+    ours = paged_pipeline(stock, PagedConfig(num_blocks=16, block_size=8))
+    options = {"num_beams": 3, "num_return_sequences": 2, "return_tensors": True}
+    _assert_equal(ours(PROMPTS, **options), stock(PROMPTS, **options))
+    engine = get_engine(model)
+    assert engine is not None
+    assert NEW < engine.stats()["num_steps"] < NEW * len(PROMPTS)
+    assert engine.stats()["num_preemptions"] == 0
+    _at_rest(model)
+
+
+def test_beams_of_an_iterator_come_as_they_end_and_are_given_up_when_it_is_left() -> None:
+    model = _settled(fresh("llama"))
+    stock, ours = _both(model)
+    threads = threading.active_count()
+    options = {"num_beams": 2, "eos_token_id": [101, 50, 54, 62, 117], "early_stopping": True, "max_new_tokens": 40}
+    with ours(itertools.cycle(PROMPTS), **options) as results:
+        for prompt in PROMPTS[:3]:
+            _assert_equal(next(results), stock(prompt, **options))
+        assert threading.active_count() > threads  # others are in their middle
+    _at_rest(model)
+    for _ in ours(_long_ones(100), num_beams=2):
+        break
+    gc.collect()
+    _at_rest(model)
+    for _ in range(100):
+        if threading.active_count() == threads:
+            break
+        time.sleep(0.05)
+    assert threading.active_count() == threads
+
+
+def test_what_raises_in_one_beam_search_is_that_items_error() -> None:
+    model = _settled(fresh("llama"))
+    stock, ours = _both(model)
+
+    def allowed(_: int, ids: torch.Tensor) -> list[int]:
+        if len(ids) == len(PROMPTS[2]) + 3:
+            raise ValueError("no such place")
+        return list(range(40, 90))
+
+    results = ours(iter(PROMPTS), num_beams=2, prefix_allowed_tokens_fn=allowed)
+    for index, prompt in enumerate(PROMPTS):
+        if len(prompt) == len(PROMPTS[2]):
+            with pytest.raises(ValueError, match="no such place"):
+                next(results)
+        else:
+            _assert_equal(next(results), stock(prompt, num_beams=2, prefix_allowed_tokens_fn=allowed), f"item {index}")
+    assert list(results) == []
+    _at_rest(model)
 
 
 def test_torchs_seed_decides_whatever_runs_beside() -> None:
