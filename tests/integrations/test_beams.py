@@ -328,9 +328,9 @@ def test_prompts_that_would_go_on_for_each_others_sake_run_together(monkeypatch:
     pool = {"num_blocks": 24, "block_size": 8}
     sizes, search = [], beams._search
 
-    def counted(original: Any, model: Any, engine: Any, batch: beams.Batch) -> Any:
+    def counted(original: Any, model: Any, engine: Any, batch: beams.Batch, **keywords: Any) -> Any:
         sizes.append(len(batch.input_ids))
-        return search(original, model, engine, batch)
+        return search(original, model, engine, batch, **keywords)
 
     monkeypatch.setattr(beams, "_search", counted)
     stock, paged = _both(model, prompts, pool=pool, **options, num_return_sequences=4)

@@ -193,11 +193,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "beams and max_length": {"num_beams": 3, "max_length": 90, "max_new_tokens": None},
     "beams and stop strings": {"num_beams": 2, "stop_strings": ["e", "xY"], "tokenizer": tiny_tokenizer()},
     "prompt lookup": {"prompt_lookup_num_tokens": 3},
-    "prompt lookup and stop strings": {
-        "prompt_lookup_num_tokens": 2,
-        "stop_strings": ["e", "xY"],
-        "tokenizer": tiny_tokenizer(),
-    },
+    "prompt lookup and an end token": {"prompt_lookup_num_tokens": 2, "eos_token_id": [101, 50, 54]},
     "assistant": {"assistant_model": fresh("llama")},
     "another assistant": {"assistant_model": fresh("mistral"), "repetition_penalty": 1.6},
     "generation_config": {"generation_config": GenerationConfig(max_new_tokens=4, do_sample=False, pad_token_id=0)},
