@@ -81,7 +81,8 @@ class BeamModel:
         self._cache = cache
         self._beams: int = batch.config.num_beams
         self._num_rows, self._prompt_width = batch.input_ids.shape
-        self.width = self._prompt_width  # tokens a row that are computed, padding included
+        self._num_embedded = 0 if batch.embeds is None else batch.embeds.shape[1]
+        self.width = self._num_embedded + self._prompt_width  # tokens a row that are computed, padding included
         self._device = batch.input_ids.device
         self._active = list(range(self._num_rows))
         self._make_room = make_room
@@ -108,7 +109,7 @@ class BeamModel:
     def __call__(self, input_ids: torch.Tensor, return_dict: bool = True) -> _Output:
         """One round: the rows go on from their parents by the tokens that were chosen."""
         self._go_on(input_ids)
-        self.width = input_ids.shape[1]
+        self.width = self._num_embedded + input_ids.shape[1]
         return self._logits()
 
     def _update_model_kwargs_for_generation(

@@ -16,7 +16,6 @@ import dataclasses
 import functools
 import itertools
 import logging
-import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -27,10 +26,9 @@ from transformers.generation import logits_process
 
 from hf_paged.compat import CACHE_KEYWORD
 from hf_paged.engine.engine import PagedEngine
-from hf_paged.engine.external import ExternalRows, external_sampling
+from hf_paged.engine.external import ExternalRows
 from hf_paged.integrations.beam_model import BeamModel, Parents, Wait, are_independent
 from hf_paged.integrations.decoding import Batch
-from hf_paged.request import Request
 
 # New tokens that the pool is made for at first.
 _HORIZON = 256
@@ -86,16 +84,7 @@ def _search(
     # stock's result, and whether each prompt's is what it would be whatever other prompts there are
     beams = batch.config.num_beams
     prompts = batch.prompts()[::beams]
-    requests = [
-        Request(
-            f"generate-{uuid.uuid4().hex}",
-            prompt,
-            batch.max_new_tokens,
-            num_sequences=beams,
-            sampling=external_sampling(),
-        )
-        for prompt in prompts
-    ]
+    requests = [batch.request_of(index * beams, prompt, beams) for index, prompt in enumerate(prompts)]
 
     horizon = 0
 
@@ -148,6 +137,8 @@ def _part(batch: Batch, start: int, stop: int) -> Batch:
         batch,
         input_ids=batch.input_ids[start:stop],
         attention_mask=None if batch.attention_mask is None else batch.attention_mask[start:stop],
+        embeds=None if batch.embeds is None else batch.embeds[start:stop],
+        adapters=batch.adapters[start:stop],
         processors=LogitsProcessorList(_for_rows(processor, start, stop) for processor in batch.processors),
     )
 

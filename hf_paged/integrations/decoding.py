@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -69,10 +69,9 @@ class Batch:
     criteria: StoppingCriteriaList
     config: GenerationConfig
     streamer: Any
-    embeds: torch.Tensor | None = (
-        None  # [B, P, hidden]: the prompts, where input_ids have none; the mask is [B, P] then
-    )
-    given: Cache | None = None  # the caller's, with the first columns of input_ids; it gets the others
+    embeds: torch.Tensor | None  # [B, P, hidden]: the prompts, where input_ids have none; the mask is [B, P] then
+    adapters: Sequence[str | None]  # one a row, None for the model's active ones
+    given: Cache | None  # the caller's, with the first columns of input_ids; it gets the others
 
     @property
     def max_new_tokens(self) -> int:
@@ -106,6 +105,20 @@ class Batch:
                 raise RequestError(f"Row {index} of the batch has no tokens: its attention_mask is all zeros.")
         return kept
 
+    def request_of(self, row: int, prompt: list[int], num_sequences: int, given: Any = None) -> Request:
+        """A request of a row's prompt whose tokens are chosen outside the engine."""
+        return Request(
+            f"generate-{uuid.uuid4().hex}",
+            prompt,
+            self.max_new_tokens,
+            num_sequences=num_sequences,
+            adapter=self.adapters[row],
+            prompt_embeds=self.prompt_embeds(row),
+            given=given,
+            cache_salt=None if self.embeds is None else uuid.uuid4().hex,  # zeros say nothing about the prompt
+            sampling=external_sampling(),
+        )
+
     def prompt_embeds(self, row: int) -> torch.Tensor | None:
         """`[prompt, hidden]`: a row's embeddings without padding; None if it has tokens."""
         if self.embeds is None or self.attention_mask is None:
@@ -113,14 +126,21 @@ class Batch:
         return self.embeds[row][self.attention_mask[row].bool()]
 
 
-def with_embeds(batch: Batch, embeds: torch.Tensor | None) -> Batch:
-    """The same batch, with prompts that are embeddings if there are any."""
-    return batch if embeds is None else replace(batch, embeds=embeds.detach())
-
-
-def with_cache(batch: Batch, given: Cache | None) -> Batch:
-    """The same batch, going on from the caller's cache if there is one."""
-    return batch if given is None else replace(batch, given=given)
+def batch_of(
+    model: Any,
+    input_ids: torch.Tensor,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+    model_kwargs: Mapping[str, Any],
+    streamer: Any = None,
+) -> Batch:
+    """What one of stock's loops was called with: also its rows' embeddings, their adapters, and the caller's cache."""
+    mask, embeds = model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")
+    embeds = None if embeds is None else embeds.detach()
+    adapters = adapters_of_call(model, len(input_ids))
+    given = model_kwargs.get(CACHE_KEYWORD)
+    return Batch(input_ids, mask, processors, criteria, config, streamer, embeds, adapters, given)
 
 
 def decode(engine: PagedEngine, batch: Batch) -> Any:
@@ -160,19 +180,8 @@ def _can_go_one_by_one(batch: Batch) -> bool:
 
 def _in_lockstep(engine: PagedEngine, batch: Batch, prompts: list[list[int]]) -> Any:
     given = given_rows(batch, prompts)
-    adapters = adapters_of_call(engine.core.get_model(), len(prompts))
     requests = [
-        Request(
-            f"generate-{uuid.uuid4().hex}",
-            prompt,
-            batch.max_new_tokens,
-            num_sequences=batch.num_siblings,
-            adapter=adapters[row],
-            prompt_embeds=batch.prompt_embeds(row),
-            given=given[row],
-            cache_salt=None if batch.embeds is None else uuid.uuid4().hex,  # zeros say nothing about the prompt
-            sampling=external_sampling(),
-        )
+        batch.request_of(row, prompt, batch.num_siblings, given[row])
         for row, prompt in list(enumerate(prompts))[:: batch.num_siblings]
     ]
 
@@ -278,7 +287,6 @@ def row_requests(
 ) -> list[Request]:
     """A request a row of the batch, with processors and criteria of that row alone."""
     rows = batch.input_ids.tolist()
-    adapters = adapters_of_call(engine.core.get_model(), len(prompts))
     requests = []
     for index, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
         processors = LogitsProcessorList(_for_row(processor, index, len(row)) for processor in batch.processors)
@@ -287,7 +295,7 @@ def row_requests(
                 f"generate-{uuid.uuid4().hex}",
                 prompt,
                 batch.max_new_tokens,
-                adapter=adapters[index],
+                adapter=batch.adapters[index],
                 sampling=SamplingParams(
                     processors=processors,
                     criteria=_row_criteria(batch.criteria),

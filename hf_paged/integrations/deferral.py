@@ -24,7 +24,6 @@ from hf_paged.engine.params import SamplingParams, eos_ids, shared_key
 from hf_paged.errors import CapacityError, PagedError, RequestError
 from hf_paged.integrations.beam_calls import BeamCall
 from hf_paged.integrations.decoding import _ROW_CRITERIA, HISTORY_PROCESSORS, Batch, _for_row, _row_criteria, decode
-from hf_paged.integrations.peft import adapters_of_call
 from hf_paged.request import Request
 
 
@@ -95,8 +94,7 @@ class Deferral:
             RequestError: the prompt has tokens that the model has not.
         """
         self.why_not = _why_at_once(batch, self.own)
-        adapters = adapters_of_call(engine.core.get_model(), len(batch.input_ids))
-        if len(set(adapters)) > 1:
+        if len(set(batch.adapters)) > 1:
             self.why_not = "adapter_names that differ"
         if self.why_not is None:
             self.taken = _deferred(engine, batch, self.seed, drafts, has_own=bool(self.own))
@@ -209,7 +207,7 @@ def _deferred(
         prompt,
         max_new_tokens,
         num_sequences=batch.num_siblings,
-        adapter=adapters_of_call(engine.core.get_model(), 1)[0],
+        adapter=batch.adapters[0],
         sampling=SamplingParams(
             processors=processors,
             criteria=_row_criteria(batch.criteria),

@@ -23,8 +23,8 @@ def why_stock(
     embeds = model_kwargs["inputs_embeds"]
     if input_ids.shape[1]:
         return "inputs_embeds beside input_ids need stock's loop"
-    if generation_config.get_generation_mode() not in ("sample", "greedy_search"):
-        return "inputs_embeds with beams or an assistant need stock's loop"
+    if generation_config.get_generation_mode() not in ("sample", "greedy_search", "beam_search", "beam_sample"):
+        return "inputs_embeds with an assistant or prompt lookup need stock's loop"
     from hf_paged.integrations.engines import engine_for
 
     try:

@@ -177,13 +177,11 @@ def _sample(
         stopping_criteria = _watched(streamer, stopping_criteria, input_ids)
         engine = _engine(model, input_ids, stopping_criteria, generation_config, synced_gpus, model_kwargs)
         if engine is not None:
-            from hf_paged.integrations.decoding import Batch, with_cache, with_embeds
+            from hf_paged.integrations.decoding import batch_of
             from hf_paged.integrations.deferral import run_or_defer
 
-            mask = model_kwargs.get("attention_mask")
-            batch = Batch(input_ids, mask, logits_processor, stopping_criteria, generation_config, streamer)
-            batch = with_cache(batch, model_kwargs.get(CACHE_KEYWORD))
-            return run_or_defer(engine, with_embeds(batch, model_kwargs.get("inputs_embeds")))
+            asked = (input_ids, logits_processor, stopping_criteria, generation_config)
+            return run_or_defer(engine, batch_of(model, *asked, model_kwargs, streamer))
     return original(
         model,
         input_ids,
@@ -210,12 +208,12 @@ def _assisted_decoding(
 ) -> Any:
     if _current(model) is not None:
         from hf_paged.integrations import assisted
-        from hf_paged.integrations.decoding import Batch
+        from hf_paged.integrations.decoding import batch_of
         from hf_paged.integrations.deferral import was_deferred
 
         stopping_criteria = _watched(streamer, stopping_criteria, input_ids)
-        mask = kwargs.get("attention_mask")
-        batch = Batch(input_ids, mask, logits_processor, stopping_criteria, generation_config, streamer)
+        asked = (input_ids, logits_processor, stopping_criteria, generation_config)
+        batch = batch_of(model, *asked, kwargs, streamer)
         model_kwargs = {name: value for name, value in kwargs.items() if name not in assisted.KEYWORDS}
         engine = _engine(
             model,
@@ -261,11 +259,10 @@ def _beam_search(
         engine = _engine(model, input_ids, stopping_criteria, generation_config, synced_gpus, model_kwargs)
         if engine is not None:
             from hf_paged.integrations import beams
-            from hf_paged.integrations.decoding import Batch
+            from hf_paged.integrations.decoding import batch_of
             from hf_paged.integrations.deferral import were_deferred
 
-            mask = model_kwargs.get("attention_mask")
-            batch = Batch(input_ids, mask, logits_processor, stopping_criteria, generation_config, None)
+            batch = batch_of(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
             if were_deferred(original, model, engine, batch):
                 return input_ids[: generation_config.num_return_sequences]
             return beams.search(original, model, engine, batch)

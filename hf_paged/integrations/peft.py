@@ -33,8 +33,10 @@ def why_stock(model: Any, config: PagedConfig | None, num_rows: int, mode: str) 
     names = _names(model)
     if names is None:
         return None
-    if mode not in ("sample", "greedy_search") or len(names) != num_rows:
-        return "adapter_names need stock's loop with beams, assistants, and several sequences a row"
+    if mode not in ("sample", "greedy_search", "beam_search", "beam_sample", "assisted_generation"):
+        return f"adapter_names need stock's loop in the mode {mode}"
+    if len(names) != num_rows:
+        return "adapter_names need stock's loop with several sequences a row"
     from hf_paged.integrations.engines import engine_for
 
     try:

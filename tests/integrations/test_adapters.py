@@ -294,7 +294,40 @@ def test_generate_takes_an_adapter_a_row(options: dict[str, Any], first: bool) -
         assert not module._forward_pre_hooks
 
 
-@pytest.mark.parametrize("options", [{"num_beams": 2}, {"output_hidden_states": True, "return_dict_in_generate": True}])
+@pytest.mark.parametrize("name", sorted(TARGETS))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 3, "num_return_sequences": 2, "eos_token_id": list(range(3, 12))},
+        {"num_beams": 2, "do_sample": True},
+        {"num_beams": 2, "cache_config": {"num_blocks": 8, "block_size": 16}},
+    ],
+    ids=["search", "sample", "small pool"],
+)
+def test_beams_with_adapter_names_equal_stock(name: str, options: dict[str, Any]) -> None:
+    model = _adapted(name)
+    stock_options = {key: value for key, value in options.items() if key != "cache_config"}
+    torch.manual_seed(3)
+    stock = model.generate(input_ids=IDS, **{**OPTIONS, **stock_options}, adapter_names=NAMES)
+    torch.manual_seed(3)
+    paged = model.generate(input_ids=IDS, **{**OPTIONS, **options}, adapter_names=NAMES, cache_implementation="paged")
+    assert_equal_batches(paged, stock)
+    assert num_fallbacks(model) == 0
+
+
+def test_drafts_with_adapter_names_equal_each_row_alone() -> None:
+    model = _adapted()
+    options = {**OPTIONS, "adapter_names": NAMES, "cache_implementation": "paged"}
+    stock = model.generate(input_ids=IDS, **OPTIONS, adapter_names=NAMES)
+    assert_equal_batches(model.generate(input_ids=IDS, **options, prompt_lookup_num_tokens=3), stock)
+    assert_equal_batches(model.generate(input_ids=IDS, **options, assistant_model=fresh("llama")), stock)
+    assert num_fallbacks(model) == 0
+    engine = get_engine(model)
+    assert engine is not None
+    assert engine.stats()["num_accepted_tokens"] > 0
+
+
+@pytest.mark.parametrize("options", [{"output_hidden_states": True, "return_dict_in_generate": True}])
 def test_adapter_names_beside_modes_of_stocks_loop(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     model = _adapted()
     stock = model.generate(input_ids=IDS, **OPTIONS, adapter_names=NAMES, **options)

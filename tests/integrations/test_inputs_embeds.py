@@ -39,6 +39,9 @@ def _embeds(model: Any) -> torch.Tensor:
         {},
         {"cache_config": {"num_blocks": 4, "block_size": 16, "max_batch_tokens": 7}},
         {"do_sample": True, "num_return_sequences": 2},
+        {"num_beams": 3, "num_return_sequences": 2, "eos_token_id": list(range(3, 12))},
+        {"num_beams": 2, "do_sample": True},
+        {"num_beams": 2, "cache_config": {"num_blocks": 5, "block_size": 16}},
         {"repetition_penalty": 1.4, "eos_token_id": list(range(3, 30)), "min_new_tokens": 2},
     ],
     ids=str,
@@ -59,7 +62,8 @@ def test_a_batch_of_embeddings_equals_stock(name: str, options: dict[str, Any]) 
     assert num_fallbacks(model) == 0
     engine = get_engine(model)
     assert engine is not None
-    assert (engine.stats()["num_preemptions"] > 0) == ("cache_config" in options)
+    is_preempted = "cache_config" in options and "num_beams" not in options  # beams take turns instead
+    assert (engine.stats()["num_preemptions"] > 0) == is_preempted
     engine.check()
 
 
@@ -74,12 +78,14 @@ def test_without_a_mask_and_with_scores() -> None:
     assert actual[CACHE_KEYWORD].get_seq_length() == expected[CACHE_KEYWORD].get_seq_length()
 
 
-@pytest.mark.parametrize("options", [{"num_beams": 2}, {"input_ids": IDS}], ids=["beams", "beside tokens"])
+@pytest.mark.parametrize("options", [{"prompt_lookup_num_tokens": 2}, {"input_ids": IDS}], ids=["drafts", "tokens"])
 def test_what_else_embeddings_come_with_runs_stocks_loop(
     options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     model = fresh("llama")
     keywords = {**OPTIONS, **options, "inputs_embeds": _embeds(model)}
+    if "prompt_lookup_num_tokens" in options:  # stock takes one row
+        keywords.update(inputs_embeds=keywords["inputs_embeds"][:1], attention_mask=MASK[:1])
     expected = model.generate(**keywords)
     with caplog.at_level(logging.WARNING, logger="hf_paged"):
         assert_equal_batches(model.generate(**keywords, cache_implementation="paged"), expected)
