@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from tests.conformance.__main__ import main
 from tests.conformance.chapters import Chapter, chapters
-from tests.conformance.children import read, run_chapter
-from tests.conformance.report import PAGE, file_result, load_results, render
-from tests.conformance.verdicts import Rule, judge, load_rules, stale
+from tests.conformance.children import forget, read, run_chapter
+from tests.conformance.report import PAGE, file_result, load_results, merge, render, unused_rules
+from tests.conformance.verdicts import Rule, judge, load_rules
 
+OWN_LOOP = "stock's loop: the model, or the test, has a loop of its own"
 RULE = Rule("shapes", "paged", "test_shape", "!= torch.Size", "the shape is another one")
 SKIP = Rule("slow", "skipped", "", "is slow", "is slow")
 
@@ -44,7 +46,8 @@ def test_verdicts(paged: dict[str, Any], stock: dict[str, Any] | None, kind: str
 
 def test_a_rule_that_explains_nothing_is_named() -> None:
     verdict = judge(_outcome("skipped", "test is slow"), _outcome("skipped", "test is slow"), [RULE, SKIP])
-    assert stale([RULE, SKIP], [verdict]) == ["shapes"]
+    results = [{"files": [file_result("a.py", [verdict], {})]}]
+    assert unused_rules(results, [RULE, SKIP]) == ["shapes"]
 
 
 def test_a_rule_that_would_hide_everything_is_refused(tmp_path: Path) -> None:
@@ -69,6 +72,23 @@ def model():
 class SomeTest(unittest.TestCase):
     def test_plain(self):
         self.assertEqual(model().generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=2).shape, (1, 5))
+
+    def test_beams(self):
+        model().generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=2, num_beams=2)
+
+    def test_assisted(self):
+        model().generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=2, assistant_model=model())
+
+    def test_hidden_states(self):
+        model().generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=2, output_hidden_states=True)
+
+    def test_loop_of_its_own(self):
+        class Own(LlamaForCausalLM):
+            def _beam_search(self, input_ids, **kwargs):
+                return input_ids
+            def _prepare_cache_for_generation(self, *args):
+                pass
+        Own(model().config).eval().generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=2, num_beams=2)
 
     def test_own_cache(self):
         model().generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=2, cache_implementation="dynamic")
@@ -105,6 +125,10 @@ def test_a_checkout_is_run_with_and_without(tmp_path: Path) -> None:
 
     assert {name: paged[test]["outcome"] for name, test in names.items()} == {
         "test_plain": "passed",
+        "test_beams": "passed",
+        "test_assisted": "passed",
+        "test_hidden_states": "passed",
+        "test_loop_of_its_own": "passed",
         "test_own_cache": "passed",
         "test_asserts_the_class_of_the_cache": "failed",
         "test_fails_anyway": "failed",
@@ -113,6 +137,12 @@ def test_a_checkout_is_run_with_and_without(tmp_path: Path) -> None:
         "test_draws": "passed",
     }
     assert paged[names["test_plain"]]["calls"] == {"engine": 1}
+    assert paged[names["test_beams"]]["calls"] == {"engine": 1}
+    assert paged[names["test_assisted"]]["calls"] == {"engine": 1}  # the assistant's own calls are no calls of the test
+    assert paged[names["test_hidden_states"]]["calls"] == {
+        "stock's loop: attentions and hidden states come from stock's loop": 1
+    }
+    assert paged[names["test_loop_of_its_own"]]["calls"] == {OWN_LOOP: 1}
     assert paged[names["test_own_cache"]]["calls"] == {"names its own cache": 1}
     assert "ended with 7" in paged[names["test_takes_the_process_down"]]["error"]
     assert "always" in paged[names["test_fails_anyway"]]["error"]
@@ -122,7 +152,7 @@ def test_a_checkout_is_run_with_and_without(tmp_path: Path) -> None:
     rules = [Rule("class", "paged", "class_of_the_cache", "PagedKVCache", "asserts the class of the cache")]
     judged = [judge(outcome, stock.get(name), rules) for name, outcome in paged.items()]
     result = file_result("tests/test_some.py", judged, paged)
-    assert (result["passed"], result["failed"], result["not applicable"]) == (3, 1, 3)  # the crash has no comparison
+    assert (result["passed"], result["failed"], result["not applicable"]) == (7, 1, 3)  # the crash has no comparison
     assert result["reasons"]["asserts the class of the cache"]["tests"] == [
         "SomeTest::test_asserts_the_class_of_the_cache"
     ]
@@ -130,7 +160,74 @@ def test_a_checkout_is_run_with_and_without(tmp_path: Path) -> None:
     before = (tmp_path / "paged.jsonl").read_text()
     assert run_chapter(tmp_path, chapter, tmp_path / "paged.jsonl", is_paged=True, timeout=60) == paged
     assert (tmp_path / "paged.jsonl").read_text() == before
-    assert len(read(tmp_path / "paged.jsonl")[1]) == 7
+    assert len(read(tmp_path / "paged.jsonl")[1]) == 11
+
+
+@pytest.mark.slow
+def test_a_run_in_shards_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file's results are there as soon as it has run; a shard adds its own; what is done isn't run again."""
+    folder = tmp_path / "tests"
+    folder.mkdir()
+    for name in ("test_modeling_common.py", "__init__.py"):
+        (folder / name).touch()
+    names = ("test_a", "test_b")
+    for name in names:
+        marks = f"tests/{name}.ran"
+        (folder / f"{name}.py").write_text(f"def test_some():\n    open({marks!r}, 'a').write('x')\n    assert True\n")
+    listed = [Chapter(name, (f"tests/{name}.py",), "") for name in (*names, "test_not_there")]
+    monkeypatch.setattr("tests.conformance.__main__.chapters", lambda with_long: listed)
+    monkeypatch.setattr("tests.conformance.report.chapters", lambda with_long: listed)
+    out = tmp_path / "results.json"
+    run = [str(tmp_path), "--work", str(tmp_path / "work"), "--out", str(out)]
+
+    def files() -> list[tuple[str, int]]:
+        return [(entry["file"], entry["passed"]) for entry in json.loads(out.read_text())["files"]]
+
+    assert main([*run, "--shard", "2/2"]) == 0
+    assert files() == [("tests/test_b.py", 1)]
+    assert main([*run, "--only", "test_not_there"]) == 0
+    assert main([*run, "--shard", "1/2"]) == 0
+    assert files() == [("tests/test_a.py", 1), ("tests/test_b.py", 1)]
+    assert main(run) == 0
+    assert [(folder / f"{name}.ran").read_text() for name in names] == ["x", "x"]
+    assert main([*run, "--fresh", "--only", "test_b"]) == 0
+    assert [(folder / f"{name}.ran").read_text() for name in names] == ["x", "xx"]
+
+    (folder / "test_b.py").write_text(
+        "def test_some():\n    import hf_paged.compat as c\n    assert 'hook' in vars(c)\n"
+    )
+    (folder / "conftest.py").write_text(
+        "def pytest_configure(config):\n"
+        "    import hf_paged.compat\n"
+        "    hf_paged.compat.hook = 1\n"
+        "    if config.getoption('--paged-default'):\n"
+        "        del hf_paged.compat.hook\n"
+    )
+    assert main([*run, "--fresh", "--only", "test_b"]) == 1  # only with "paged": failed, and said so
+    assert json.loads(out.read_text())["files"][1]["failed"] == 1
+    (folder / "conftest.py").unlink()
+    (folder / "test_b.py").write_text("def test_some():\n    assert True\n")
+    assert main([*run, "--only", "test_b"]) == 1  # known already
+    assert main([*run, "--again", "--only", "test_b"]) == 0
+    assert files() == [("tests/test_a.py", 1), ("tests/test_b.py", 1)]
+
+
+def test_results_of_another_checkout_are_not_mixed(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    first, second = chapters(with_long=False)[0].files[0], chapters(with_long=False)[1].files[0]
+    merge(path, {"checkout": "one"}, file_result(second, [], {}))
+    merge(path, {"checkout": "one"}, file_result(first, [], {}))
+    assert [entry["file"] for entry in json.loads(path.read_text())["files"]] == [first, second]
+    merge(path, {"checkout": "two"}, file_result(second, [], {}))
+    assert [entry["file"] for entry in json.loads(path.read_text())["files"]] == [second]
+
+
+def test_what_is_forgotten_runs_again(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    lines = [{"collected": ["a", "b"]}, _outcome("failed", name="a"), _outcome("passed", name="b")]
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    forget(log, ["a"])
+    assert list(read(log)[0]) == ["b"]
 
 
 def test_the_committed_table() -> None:
@@ -145,11 +242,12 @@ def test_the_committed_table() -> None:
         if entry["kind"] == "failed"
     ]
     assert unexplained == []
-    used = {entry["rule"] for result in results for file in result["files"] for entry in file["reasons"].values()}
-    assert [rule.name for rule in rules if rule.name not in used] == []
+    assert unused_rules(results, rules) == []
     assert PAGE.read_text(encoding="utf-8") == render(results, rules)
 
 
 def test_every_file_is_in_one_chapter() -> None:
     files = [file for chapter in chapters(with_long=True) for file in chapter.files]
     assert len(files) == len(set(files))
+    names = [chapter.name for chapter in chapters(with_long=True)]  # of their logs
+    assert len(names) == len(set(names))

@@ -43,6 +43,7 @@ class _PagedCall:
     model: Any
     config: PagedConfig | None
     has_own_positions: bool
+    has_own_loop: bool = False
 
 
 class _Local(threading.local):
@@ -72,6 +73,9 @@ def _current(model: Any) -> _PagedCall | None:
 
 def _generate(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     args, kwargs, call = _take_request(model, args, kwargs)
+    if isinstance(kwargs.get("custom_generate"), str) and (call or _current(model)):
+        # its code gets the arguments before stock has prepared anything; stock itself names it for old modes
+        _fall_back(model, "the code that custom_generate names runs as it is, without a paged cache")
     with _scope(call):
         return original(model, *args, **kwargs)
 
@@ -97,7 +101,8 @@ def _take_request(
             args = (args[0], given, *args[2:])
         else:
             kwargs["generation_config"] = given
-    return args, kwargs, _PagedCall(model, config, kwargs.get("position_ids") is not None)
+    has_own_loop = callable(kwargs.get("custom_generate"))
+    return args, kwargs, _PagedCall(model, config, kwargs.get("position_ids") is not None, has_own_loop)
 
 
 def _setting(name: str, model: Any, given: Any, kwargs: dict[str, Any]) -> Any:
@@ -117,10 +122,14 @@ def _prepare_cache(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    if _current(model) is None:
+    call = _current(model)
+    if call is None:
         return original(model, generation_config, model_kwargs, generation_mode, *args, **kwargs)
     # the model's own generation config may be where "paged" came from; this is a copy of it
     generation_config.cache_implementation = generation_config.cache_config = None
+    if call.has_own_loop:
+        _fall_back(model, "the function given as custom_generate runs its own loop on a PagedKVCache")
+        return _give_paged_cache(original, model, generation_config, model_kwargs, generation_mode, *args, **kwargs)
     if generation_mode in ("sample", "greedy_search") and type(model)._sample is GenerationMixin._sample:
         return None  # _sample decides, and makes a cache if it is stock's loop that runs
     assisted = GenerationMixin._assisted_decoding

@@ -1,107 +1,149 @@
 """`python -m tests.conformance CHECKOUT`: runs Transformers' own tests with "paged" as the default, and reports.
 
-A run that was broken off goes on where it stopped; `--fresh` starts anew.
+Each file's results are written as soon as it is done. A run that was broken off goes on where it stopped, test by
+test; `--fresh` starts anew, `--again` repeats what failed. `--shard 1/4` takes every fourth file: shards may run at
+the same time, and put their files into the same results. Without a checkout only the page is made anew.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
-import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 
 from tests.conformance.chapters import Chapter, chapters
-from tests.conformance.children import Outcome, run_chapter
-from tests.conformance.report import KINDS, PAGE, RESULTS, file_result, load_results, render
-from tests.conformance.verdicts import Verdict, judge, load_rules, needs_stock, stale
+from tests.conformance.children import Outcome, forget, read, run_chapter
+from tests.conformance.report import KINDS, PAGE, RESULTS, file_result, load_results, merge, render, unused_rules
+from tests.conformance.verdicts import Verdict, judge, load_rules, needs_stock
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns 0 if no test failed without a reason and no rule is stale."""
+    """Returns 0 if no test failed without a reason and, in a whole run, no rule explains nothing."""
     options = _parser().parse_args(arguments)
-    checkout = options.checkout.resolve()
-    if not (checkout / "tests" / "test_modeling_common.py").exists():
-        _say(f"{checkout} is no checkout of Transformers: it has no tests/test_modeling_common.py.")
-        return 2
-    version = options.version or _version(checkout)
-    work = options.work or Path(tempfile.gettempdir()) / f"conformance-{transformers.__version__}"
-    if options.fresh:
-        shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True, exist_ok=True)
-    rules, results, verdicts = load_rules(), [], []
-    for chapter in chapters(with_long=options.long):
-        if not re.search(options.only, chapter.name):
-            continue
-        outcomes, stock = _outcomes(checkout, chapter, work, options.timeout)
-        for file in chapter.files:
-            of_file = {name: outcome for name, outcome in sorted(outcomes.items()) if name.split("::")[0] == file}
-            judged = [judge(outcome, stock.get(name), rules) for name, outcome in of_file.items()]
-            results.append(file_result(file, judged, of_file))
-            verdicts += judged
-            _say(f"{file}: " + ", ".join(f"{results[-1][kind]} {kind}" for kind in KINDS))
-            for verdict in judged:
-                if verdict.kind == "failed":
-                    _say(f"  FAILED {verdict.test}\n    {verdict.reason}")
-    return _finish(options, version, results, verdicts)
+    rules, failed, totals = load_rules(), 0, dict.fromkeys(KINDS, 0)
+    if options.checkout is not None:
+        checkout = options.checkout.resolve()
+        if not (checkout / "tests" / "test_modeling_common.py").exists():
+            _say(f"{checkout} is no checkout of Transformers: it has no tests/test_modeling_common.py.")
+            return 2
+        work = options.work or Path(tempfile.gettempdir()) / f"conformance-{transformers.__version__}"
+        work.mkdir(parents=True, exist_ok=True)
+        head = _head(options, checkout)
+        path = options.out or RESULTS / f"transformers-{transformers.__version__}.json"
+        for chapter in _chosen(options):
+            for log in _logs(work, chapter) if options.fresh else ():
+                log.unlink(missing_ok=True)
+            entries, verdicts = _run(checkout, chapter, work, options)
+            for entry in entries:
+                merge(path, head, entry)
+                for kind in KINDS:
+                    totals[kind] += entry[kind]
+                _say(f"{entry['file']}: " + ", ".join(f"{entry[kind]} {kind}" for kind in KINDS))
+            for verdict in verdicts:
+                _say(f"  FAILED {verdict.test}\n    {verdict.reason}")
+            failed += len(verdicts)
+        _say(", ".join(f"{count} {kind}" for kind, count in totals.items()) + f"; results: {path}")
+    if options.out is not None:
+        return 1 if failed else 0
+    results = load_results()
+    PAGE.write_text(render(results, rules), encoding="utf-8")
+    _say(f"written: {PAGE}")
+    unused = unused_rules(results, rules) if not (options.only or options.shard) else []
+    for name in unused:
+        _say(f"stale rule: {name!r} explains nothing")
+    return 1 if failed or unused else 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__)
-    parser.add_argument("checkout", type=Path, help="the root of Transformers' source, at the installed version")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.conformance", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkout", type=Path, nargs="?", help="the root of Transformers' source, at the same version")
     parser.add_argument("--version", help="what the checkout is, in words; the default is its own version")
     parser.add_argument("--out", type=Path, help="the JSON file; the default lies in tests/conformance/results")
-    parser.add_argument("--only", default="", help="an expression for the chapters: general, models-0, ...")
+    parser.add_argument("--only", default="", help="an expression for the files: generation/, models/llama, ...")
+    parser.add_argument("--shard", type=_shard, help="which part of the files, as 2/4")
     parser.add_argument("--long", action="store_true", help="also the tests that take minutes each (torch.compile)")
     parser.add_argument("--timeout", type=int, default=600, help="seconds a test (default %(default)s)")
     parser.add_argument("--work", type=Path, help="a folder for outcomes as they come")
-    parser.add_argument("--fresh", action="store_true", help="forget the outcomes of an earlier run")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--fresh", action="store_true", help="forget the outcomes of an earlier run")
+    how.add_argument("--again", action="store_true", help="repeat the tests that failed in an earlier run")
     return parser
+
+
+def _shard(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    part, parts = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not 1 <= part <= parts:
+        raise argparse.ArgumentTypeError(f"{text!r} is no shard: write 1/4 to 4/4 for four of them")
+    return part, parts
+
+
+def _chosen(options: argparse.Namespace) -> list[Chapter]:
+    fitting = [one for one in chapters(with_long=options.long) if re.search(options.only, " ".join(one.files))]
+    part, parts = options.shard or (1, 1)
+    return fitting[part - 1 :: parts]
+
+
+def _head(options: argparse.Namespace, checkout: Path) -> dict[str, Any]:
+    return {
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+        "device": "CUDA" if torch.cuda.is_available() else "CPU",
+        "checkout": options.version or _version(checkout),
+        "long tests": options.long,
+    }
+
+
+def _run(
+    checkout: Path, chapter: Chapter, work: Path, options: argparse.Namespace
+) -> tuple[list[dict[str, Any]], list[Verdict]]:
+    """The entries of a chapter's files, and the verdicts on tests that failed."""
+    rules = load_rules()
+    if options.again:
+        _forget_failed(work, chapter)
+    outcomes, stock = _outcomes(checkout, chapter, work, options.timeout)
+    entries, failed = [], []
+    for file in chapter.files:
+        of_file = {name: outcome for name, outcome in sorted(outcomes.items()) if name.split("::")[0] == file}
+        verdicts = [judge(outcome, stock.get(name), rules) for name, outcome in of_file.items()]
+        if of_file:  # a checkout of another version may lack it: then it is listed as not run
+            entries.append(file_result(file, verdicts, of_file))
+        failed += [verdict for verdict in verdicts if verdict.kind == "failed"]
+    return entries, failed
+
+
+def _forget_failed(work: Path, chapter: Chapter) -> None:
+    paged, stock = (read(log)[0] for log in _logs(work, chapter))
+    rules = load_rules()
+    verdicts = [judge(outcome, stock.get(name), rules) for name, outcome in paged.items()]
+    failed = [verdict.test for verdict in verdicts if verdict.kind == "failed"]
+    for log in _logs(work, chapter):
+        if failed:
+            forget(log, failed)
+
+
+def _logs(work: Path, chapter: Chapter) -> tuple[Path, Path]:
+    return work / f"{chapter.name}.paged.jsonl", work / f"{chapter.name}.stock.jsonl"
 
 
 def _outcomes(
     checkout: Path, chapter: Chapter, work: Path, timeout: int
 ) -> tuple[dict[str, Outcome], dict[str, Outcome]]:
     """All tests of a chapter with "paged" as the default, and those that didn't pass without hf_paged."""
-    log = work / f"{chapter.name}.paged.jsonl"
-    outcomes = run_chapter(checkout, chapter, log, is_paged=True, timeout=timeout)
+    paged_log, stock_log = _logs(work, chapter)
+    outcomes = run_chapter(checkout, chapter, paged_log, is_paged=True, timeout=timeout)
     again = [test for test, outcome in outcomes.items() if needs_stock(outcome)]
     if not again:
         return outcomes, {}
-    log = work / f"{chapter.name}.stock.jsonl"
-    return outcomes, run_chapter(checkout, chapter, log, is_paged=False, only=again, timeout=timeout)
-
-
-def _finish(options: argparse.Namespace, version: str, results: list[dict], verdicts: list[Verdict]) -> int:
-    rules = load_rules()
-    failed = [verdict for verdict in verdicts if verdict.kind == "failed"]
-    _say(", ".join(f"{sum(verdict.kind == kind for verdict in verdicts)} {kind}" for kind in KINDS))
-    unused = stale(rules, verdicts) if not options.only else []
-    for name in unused:
-        _say(f"stale rule: {name!r} explains nothing in this run")
-    whole = {
-        "transformers": transformers.__version__,
-        "torch": torch.__version__,
-        "device": "CUDA" if torch.cuda.is_available() else "CPU",
-        "checkout": version,
-        "chapters": options.only or "all",
-        "long tests": options.long,
-        "stale rules": unused,
-        "files": results,
-    }
-    path = options.out or RESULTS / f"transformers-{transformers.__version__}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
-    _say(f"written: {path}")
-    if options.out is None:
-        PAGE.write_text(render(load_results(), rules), encoding="utf-8")
-        _say(f"written: {PAGE}")
-    return 1 if failed or unused else 0
+    return outcomes, run_chapter(checkout, chapter, stock_log, is_paged=False, only=again, timeout=timeout)
 
 
 def _version(checkout: Path) -> str:

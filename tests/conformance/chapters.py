@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 
 GENERATES = "(generate or beam or sample or assisted or cache)"
 # Minutes each: torch.compile and exports, asked for with a static cache, which isn't ours; statistics of watermarks,
@@ -23,14 +24,25 @@ GENERAL = (
     "tests/pipelines/test_pipelines_text_generation.py",
 )
 
-# Families that stand for the rest: full, sliding, softcap, sinks, MoE, latent, learned positions, alibi, recurrent and
-# hybrid, encoder-decoder, speech, and images.
+# Families that stand for the rest, in the order in which they are run: full, sliding, softcap, sinks, MoE, latent,
+# learned positions, alibi, recurrent and hybrid, encoder-decoder, speech, and images.
 FAMILIES = (
-    ("llama", "gemma2", "gpt_oss", "t5", "bamba"),
-    ("qwen2", "deepseek_v3", "mistral", "bart", "mamba"),
-    ("gpt2", "qwen3", "phi3", "mixtral", "bloom"),
-    ("gemma3", "qwen3_moe", "olmo2", "cohere2", "opt", "gpt_neox"),
-    ("whisper", "qwen2_vl", "llava"),
+    *(
+        "llama",
+        "gemma2",
+        "gpt_oss",
+        "t5",
+        "bamba",
+        "qwen2",
+        "mistral",
+        "gpt2",
+        "mixtral",
+        "deepseek_v3",
+        "mamba",
+        "bart",
+    ),
+    *("phi3", "qwen3", "bloom", "gemma3", "qwen3_moe", "olmo2", "cohere2", "opt", "gpt_neox"),
+    *("whisper", "qwen2_vl", "llava"),
 )
 
 
@@ -50,15 +62,13 @@ class Chapter:
 
 
 def chapters(*, with_long: bool) -> list[Chapter]:
-    """All of them.
+    """All of them, a file each, so that a run can be stopped after any.
 
     Args:
         with_long: also the tests that take minutes each.
     """
     skip = "" if with_long else f"not {LONG}"
     models = f"{GENERATES} and {skip}" if skip else GENERATES
-    listed = [Chapter("general", GENERAL, skip)]
-    for number, names in enumerate(FAMILIES):
-        files = tuple(f"tests/models/{name}/test_modeling_{name}.py" for name in names)
-        listed.append(Chapter(f"models-{number}", files, models))
-    return listed
+    listed = [(file, skip) for file in GENERAL]
+    listed += [(f"tests/models/{name}/test_modeling_{name}.py", models) for name in FAMILIES]
+    return [Chapter(PurePosixPath(file).stem, (file,), select) for file, select in listed]

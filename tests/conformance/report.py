@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,39 @@ def load_results(folder: Path = RESULTS) -> list[Result]:
     """The committed results, the newest Transformers first."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("transformers-*.json")]
     return sorted(found, key=lambda result: [int(part) for part in result["transformers"].split(".")[:3]], reverse=True)
+
+
+def merge(path: Path, head: Result, entry: dict[str, Any]) -> Result:
+    """Puts one file's entry into the results at a path, and writes them.
+
+    Entries of other files stay if they are of the same run (`head`: versions, device, checkout); otherwise they go.
+    Shards that run at the same time wait for each other here.
+
+    Args:
+        path: the JSON file; made where there is none.
+        head: what all entries have in common.
+        entry: what `file_result` gave.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with (path.parent / f".{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        is_same = {**before, "files": []} == {**head, "files": []}
+        files = {old["file"]: old for old in before["files"]} if is_same else {}
+        files[entry["file"]] = entry
+        order = [file for chapter in chapters(with_long=True) for file in chapter.files]
+        listed = sorted(files.values(), key=lambda file: order.index(file["file"]))
+        result = {**head, "files": listed}
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        part.replace(path)
+    return result
+
+
+def unused_rules(results: Iterable[Result], rules: Iterable[Rule]) -> list[str]:
+    """Names of the rules that explain nothing in any of the results."""
+    used = {group["rule"] for result in results for file in result["files"] for group in file["reasons"].values()}
+    return [rule.name for rule in rules if rule.name not in used]
 
 
 def render(results: Sequence[Result], rules: Sequence[Rule]) -> str:

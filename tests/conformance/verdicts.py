@@ -95,12 +95,6 @@ def judge(outcome: Outcome, stock: Outcome | None, rules: Iterable[Rule]) -> Ver
     return Verdict(name, "failed", reason=f"{kind}: {_first_line(outcome)} ({stock['outcome']} without hf_paged)")
 
 
-def stale(rules: Iterable[Rule], verdicts: Iterable[Verdict]) -> list[str]:
-    """Names of the rules that explain nothing."""
-    used = {verdict.rule for verdict in verdicts}
-    return [rule.name for rule in rules if rule.name not in used]
-
-
 def _error_type(outcome: Outcome) -> str:
     # "AssertionError: 3 != 4", "transformers.errors.X: ...", "assert 3 == 4"
     return re.split(r"[:\s]", str(outcome["error"]).strip(), maxsplit=1)[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from hf_paged import get_engine, num_fallbacks
+from hf_paged import PagedKVCache, get_engine, num_fallbacks
 from hf_paged.compat import CACHE_KEYWORD
 from hf_paged.errors import CapacityError, PagedError
 from hf_paged.integrations import decoding
@@ -240,3 +241,47 @@ def test_rows_that_last_longer_than_expected_grow_the_pool(monkeypatch: pytest.M
     assert engine is not None
     engine.check()
     assert engine.stats()["num_preemptions"] == 0
+
+
+def _greedy(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    cache = kwargs.get(CACHE_KEYWORD)
+    seen.append(cache)
+    fresh_ids, mask = input_ids, kwargs["attention_mask"]
+    for _ in range(NEW):
+        positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, -fresh_ids.shape[1] :]
+        out = model(fresh_ids, attention_mask=mask, position_ids=positions, use_cache=True, **{CACHE_KEYWORD: cache})
+        fresh_ids = out.logits[:, -1:].argmax(-1)
+        input_ids, mask = torch.cat([input_ids, fresh_ids], 1), torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+    return input_ids
+
+
+seen: list[Any] = []
+
+
+def test_a_function_as_custom_generate_gets_a_paged_cache(caplog: pytest.LogCaptureFixture) -> None:
+    """Stock hands such a loop a DynamicCache; ours gets the cache that the call asked for."""
+    model = fresh("llama")
+    seen.clear()
+    with caplog.at_level(logging.WARNING, logger="hf_paged"):
+        stock, paged = _both(model, custom_generate=_greedy)
+    assert torch.equal(stock, paged)
+    assert isinstance(seen[1], PagedKVCache)
+    assert seen[1].get_seq_length() == IDS.shape[1] + NEW - 1
+    assert "runs its own loop on a PagedKVCache" in caplog.text
+    assert num_fallbacks(model) == 1
+
+
+def test_code_that_custom_generate_names_runs_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "recipe" / "custom_generate"
+    folder.mkdir(parents=True)
+    (folder / "generate.py").write_text(
+        "def generate(model, inputs, max_new_tokens=None, **kwargs):\n"
+        "    return model.generate(inputs, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=0)\n"
+    )
+    model = fresh("llama")
+    options = {"custom_generate": str(folder.parent), "trust_remote_code": True}
+    with caplog.at_level(logging.WARNING, logger="hf_paged"):
+        stock, paged = _both(model, **options)
+    assert torch.equal(stock, paged)
+    assert "the code that custom_generate names runs as it is" in caplog.text
+    assert num_fallbacks(model) == 1

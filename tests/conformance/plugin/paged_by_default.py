@@ -21,6 +21,7 @@ import transformers  # noqa: F401  the installed one, before the checkout's conf
 
 MAX_ERROR = 1500  # characters of an error that are kept
 CACHE_KEYWORDS = ("cache_implementation", "cache", "past_key_values")
+OWN_LOOP = "stock's loop: the model, or the test, has a loop of its own"  # none of the wrapped methods was called
 calls: Counter[str] = Counter()  # of the test that runs: how each `generate` ran
 
 
@@ -41,7 +42,7 @@ def make_paged_the_default() -> None:
 
     from hf_paged.integrations import generate as hook
 
-    original, fall_back = GenerationMixin.generate, hook._fall_back
+    original, fall_back, find_engine = GenerationMixin.generate, hook._fall_back, hook._engine
     local = threading.local()
 
     @functools.wraps(original)
@@ -52,7 +53,7 @@ def make_paged_the_default() -> None:
             calls["names its own cache"] += 1
             return original(model, *args, **kwargs)
         kwargs["cache_implementation"] = "paged"
-        local.inside, local.reason = True, "engine"
+        local.inside, local.reason = True, OWN_LOOP
         try:
             return original(model, *args, **kwargs)
         except BaseException:
@@ -66,7 +67,13 @@ def make_paged_the_default() -> None:
         local.reason = f"stock's loop: {reason}"
         fall_back(model, reason, *args, **kwargs)
 
-    hook._fall_back = note_fall_back
+    def note_engine(*args: Any, **kwargs: Any) -> Any:
+        engine = find_engine(*args, **kwargs)
+        if engine is not None:
+            local.reason = "engine"
+        return engine
+
+    hook._fall_back, hook._engine = note_fall_back, note_engine
     GenerationMixin.generate = generate
 
 
