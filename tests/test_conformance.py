@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.conformance.__main__ import main
+from tests.conformance.__main__ import MASK, main
 from tests.conformance.chapters import Chapter, chapters
 from tests.conformance.children import forget, read, run_chapter
-from tests.conformance.report import PAGE, file_result, load_results, merge, render, unused_rules
+from tests.conformance.report import PAGE, file_result, groups, load_results, merge, render, unused_rules
 from tests.conformance.verdicts import Rule, judge, load_rules
 
 OWN_LOOP = "stock's loop: the model, or the test, has a loop of its own"
@@ -90,6 +90,11 @@ class SomeTest(unittest.TestCase):
                 pass
         Own(model().config).eval().generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=2, num_beams=2)
 
+    def test_hides_the_end(self):
+        ids = torch.tensor([[5, 6, 7], [5, 6, 7]])
+        out = model().generate(ids, max_new_tokens=2, attention_mask=torch.ones_like(ids).tril(-1).flip(0))
+        self.assertEqual(out.shape, (2, 5))
+
     def test_own_cache(self):
         model().generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=2, cache_implementation="dynamic")
 
@@ -128,6 +133,7 @@ def test_a_checkout_is_run_with_and_without(tmp_path: Path) -> None:
         "test_beams": "passed",
         "test_assisted": "passed",
         "test_hidden_states": "passed",
+        "test_hides_the_end": "passed",
         "test_loop_of_its_own": "passed",
         "test_own_cache": "passed",
         "test_asserts_the_class_of_the_cache": "failed",
@@ -142,6 +148,11 @@ def test_a_checkout_is_run_with_and_without(tmp_path: Path) -> None:
     assert paged[names["test_hidden_states"]]["calls"] == {
         "stock's loop: attentions and hidden states come from stock's loop": 1
     }
+    assert [MASK in way for way in paged[names["test_hides_the_end"]]["calls"]] == [True]
+    filled = tmp_path / "filled.jsonl"
+    only = [names["test_hides_the_end"]]
+    filled = run_chapter(tmp_path, chapter, filled, is_paged=True, has_full_masks=True, only=only, timeout=60)
+    assert {test: outcome["calls"] for test, outcome in filled.items()} == {only[0]: {"engine": 1}}
     assert paged[names["test_loop_of_its_own"]]["calls"] == {OWN_LOOP: 1}
     assert paged[names["test_own_cache"]]["calls"] == {"names its own cache": 1}
     assert "ended with 7" in paged[names["test_takes_the_process_down"]]["error"]
@@ -152,7 +163,7 @@ def test_a_checkout_is_run_with_and_without(tmp_path: Path) -> None:
     rules = [Rule("class", "paged", "class_of_the_cache", "PagedKVCache", "asserts the class of the cache")]
     judged = [judge(outcome, stock.get(name), rules) for name, outcome in paged.items()]
     result = file_result("tests/test_some.py", judged, paged)
-    assert (result["passed"], result["failed"], result["not applicable"]) == (7, 1, 3)  # the crash has no comparison
+    assert (result["passed"], result["failed"], result["not applicable"]) == (8, 1, 3)  # the crash has no comparison
     assert result["reasons"]["asserts the class of the cache"]["tests"] == [
         "SomeTest::test_asserts_the_class_of_the_cache"
     ]
@@ -160,7 +171,7 @@ def test_a_checkout_is_run_with_and_without(tmp_path: Path) -> None:
     before = (tmp_path / "paged.jsonl").read_text()
     assert run_chapter(tmp_path, chapter, tmp_path / "paged.jsonl", is_paged=True, timeout=60) == paged
     assert (tmp_path / "paged.jsonl").read_text() == before
-    assert len(read(tmp_path / "paged.jsonl")[1]) == 11
+    assert len(read(tmp_path / "paged.jsonl")[1]) == 12
 
 
 @pytest.mark.slow
@@ -235,11 +246,10 @@ def test_the_committed_table() -> None:
     results, rules = load_results(), load_rules()
     assert results
     unexplained = [
-        f"{result['transformers']}: {file['file']}: {reason}"
+        f"{result['transformers']}: {group['why']}: {group['tests']}"
         for result in results
-        for file in result["files"]
-        for reason, entry in file["reasons"].items()
-        if entry["kind"] == "failed"
+        for group in groups(result)
+        if group["kind"] == "failed"
     ]
     assert unexplained == []
     assert unused_rules(results, rules) == []

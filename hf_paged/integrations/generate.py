@@ -386,8 +386,12 @@ def _why_stock(
     mask = model_kwargs.get("attention_mask")
     if mask is not None and mask.shape != shape:
         return "an attention_mask of another shape than input_ids needs stock's loop"
-    if mask is not None and bool((mask.diff(dim=-1) < 0).any()):
-        return "a mask that hides tokens inside or behind the prompt needs stock's loop"
+    if mask is not None and mask.numel():
+        shown = mask.ne(0).long()  # bool masks have no differences below zero
+        if bool((shown.diff(dim=-1) < 0).any()):
+            return "a mask that hides tokens inside or behind the prompt needs stock's loop"
+        if not bool(shown[:, -1].all()):
+            return "a mask that hides the whole of a row needs stock's loop"
     if getattr(model, "peft_config", None) is not None:
         from hf_paged.integrations.peft import why_stock
 

@@ -19,7 +19,14 @@ Outcome = dict[str, Any]
 
 
 def run_chapter(
-    checkout: Path, chapter: Chapter, log: Path, *, is_paged: bool, only: Sequence[str] = (), timeout: int
+    checkout: Path,
+    chapter: Chapter,
+    log: Path,
+    *,
+    is_paged: bool,
+    has_full_masks: bool = False,
+    only: Sequence[str] = (),
+    timeout: int,
 ) -> dict[str, Outcome]:
     """Each test's outcome by its id; a test that took its process down is `failed`, with the exit code.
 
@@ -28,11 +35,13 @@ def run_chapter(
         chapter: the files; those that the checkout lacks are left out.
         log: where the lines of the plugin go; lines of an earlier, broken-off run in it count.
         is_paged: whether "paged" is the default.
+        has_full_masks: whether masks that hide what follows a token are filled.
         only: ids to run; empty for all that the chapter selects.
         timeout: seconds a test.
     """
     if not any((checkout / file).exists() for file in chapter.files):
         return {}  # pytest without a file would run all there are
+    switches = [*["--paged-default"] * is_paged, *["--full-masks"] * has_full_masks]
     for _ in range(MAX_CRASHES):
         outcomes, collected = read(log)
         asked = only or collected
@@ -40,7 +49,7 @@ def run_chapter(
         if (asked and not left) or (not asked and outcomes):  # all done, or the file can't be collected
             return outcomes
         before = len(outcomes)
-        returncode = _run(checkout, chapter, log, is_paged=is_paged, only=left, timeout=timeout)
+        returncode = _run(checkout, chapter, log, switches, only=left, timeout=timeout)
         outcomes, collected = read(log)
         if returncode == 5:  # nothing selected
             return outcomes
@@ -54,7 +63,9 @@ def run_chapter(
     raise RuntimeError(f"{chapter.name} took {MAX_CRASHES} processes down: see {log.with_suffix('.txt')}.")
 
 
-def _run(checkout: Path, chapter: Chapter, log: Path, *, is_paged: bool, only: Sequence[str], timeout: int) -> int:
+def _run(
+    checkout: Path, chapter: Chapter, log: Path, switches: Sequence[str], *, only: Sequence[str], timeout: int
+) -> int:
     options = [
         "-q",
         "--no-header",
@@ -67,8 +78,7 @@ def _run(checkout: Path, chapter: Chapter, log: Path, *, is_paged: bool, only: S
         "--tb=short",
     ]
     options += ["--timeout", str(timeout), "--timeout-method=signal", "--continue-on-collection-errors"]
-    if is_paged:
-        options.append("--paged-default")
+    options += switches
     if only:
         options += only
     else:

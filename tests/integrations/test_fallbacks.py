@@ -285,3 +285,26 @@ def test_code_that_custom_generate_names_runs_as_it_is(tmp_path: Path, caplog: p
     assert torch.equal(stock, paged)
     assert "the code that custom_generate names runs as it is" in caplog.text
     assert num_fallbacks(model) == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=["greedy", "beams"])
+@pytest.mark.parametrize("hidden", [slice(0, 1), slice(None)], ids=["one row", "all rows"])
+def test_a_mask_that_hides_whole_rows_gives_what_stock_gives(
+    hidden: slice, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    mask = MASK.clone()
+    mask[hidden] = 0
+    with caplog.at_level(logging.WARNING, logger="hf_paged"):
+        stock, paged = _both(fresh("llama"), attention_mask=mask, **options)
+    assert torch.equal(stock, paged)
+    assert "hides the whole of a row" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32], ids=str)
+def test_a_hole_in_a_mask_of_any_type_is_seen(dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
+    mask = MASK.clone()
+    mask[:, -2] = 0
+    with caplog.at_level(logging.WARNING, logger="hf_paged"):
+        stock, paged = _both(fresh("llama"), attention_mask=mask.to(dtype))
+    assert torch.equal(stock, paged)
+    assert "hides tokens inside" in caplog.text
