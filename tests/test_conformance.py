@@ -44,6 +44,12 @@ def test_verdicts(paged: dict[str, Any], stock: dict[str, Any] | None, kind: str
     assert bool(verdict.reason) == (kind != "passed")
 
 
+def test_a_file_that_can_not_be_imported_says_what_it_lacks_and_not_where_it_lies() -> None:
+    text = "ImportError while importing test module '/there/a.py'.\nTraceback:\nE   ModuleNotFoundError: No module 'b'"
+    verdict = judge(_outcome("failed", text), _outcome("failed", text), [])
+    assert verdict.reason == "fails without hf_paged, too: ModuleNotFoundError: No module 'b'"
+
+
 def test_a_rule_that_explains_nothing_is_named() -> None:
     verdict = judge(_outcome("skipped", "test is slow"), _outcome("skipped", "test is slow"), [RULE, SKIP])
     results = [{"files": [file_result("a.py", [verdict], {})]}]

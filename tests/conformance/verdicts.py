@@ -102,5 +102,6 @@ def _error_type(outcome: Outcome) -> str:
 
 def _first_line(outcome: Outcome) -> str:
     lines = str(outcome["error"]).strip().removeprefix("Skipped: ").splitlines()
+    lines = [line[1:].strip() for line in lines if line.startswith("E ")] or lines  # of a file that can't be imported
     # one reason for all families: it names the model's class, or the repr of it
     return _MODEL_CLASS.sub("the model", lines[0])[:200] if lines else "no message"
