@@ -25,6 +25,7 @@ class VllmPeer:
     """`LLM`'s engine, a step at a time, so that every request's first and last token can be timed."""
 
     def __init__(self, job: Job) -> None:
+        from transformers import AutoConfig
         from vllm import LLM, SamplingParams
 
         self._params = SamplingParams
@@ -33,7 +34,9 @@ class VllmPeer:
             model=job.model_folder,
             dtype="float32",
             max_num_batched_tokens=job.settings.max_batch_tokens,
-            max_model_len=job.settings.kv_tokens,
+            max_model_len=min(
+                job.settings.kv_tokens, AutoConfig.from_pretrained(job.model_folder).max_position_embeddings
+            ),
             enable_prefix_caching=True,
             skip_tokenizer_init=True,
             seed=0,

@@ -172,6 +172,8 @@ class _Plan:
         self._held += (q, k)
         self._rotary = self._add_rotary((q, k), (self._query, self._key))
         self._write, self._attend = WriteCall(), AttendCall()
+        self._metadata: AttentionMetadata | None = None
+        self._described: tuple[int, AttentionParams, int] | None = None
         self._add("write", backend.writer.function, self._write)
         self._add("attend", backend.attend_function, self._attend)
         self._attended = self._memory(rows, heads, shape.value_dim)
@@ -208,9 +210,7 @@ class _Plan:
         for call, norm in zip(self._head_norms, weights.head_norms or (), strict=True):
             _set_norm(call, norm)
         self._rotary.cosines, self._rotary.sines = cosines.data_ptr(), sines.data_ptr()
-        blocks, metadata = attention.blocks, attention.metadata
-        self.backend.writer.describe(self._write, blocks, self._key, self._value, metadata.slot_mapping)
-        self.backend.describe(self._attend, self._query, self._attended, blocks, metadata, attention.params)
+        self._describe(attention)
         _set_weights(self._o, (weights.o,))
         _set_norm(self._second_norm, weights.second_norm)
         _set_weights(self._gate_up, weights.gate_up)
@@ -223,6 +223,20 @@ class _Plan:
                 clock(name, seconds)
         self.backend.num_calls += 1
         return out
+
+    def _describe(self, attention: Attention) -> None:
+        """Where K and V go, and what attention reads: all of it for the first layer of a kind, else only where."""
+        _, blocks, metadata, params = attention
+        # a call that was not of this plan may have moved the memory that the backend lends
+        if self._described == (id(metadata), params, self.backend.num_calls):
+            keys, values = blocks.keys.data_ptr(), blocks.values.data_ptr()
+            self._write.keys_to = self._attend.keys = keys
+            self._write.values_to = self._attend.values = values
+        else:
+            self.backend.writer.describe(self._write, blocks, self._key, self._value, metadata.slot_mapping)
+            self.backend.describe(self._attend, self._query, self._attended, blocks, metadata, params)
+        # the metadata is held, so that no other one gets its id
+        self._metadata, self._described = metadata, (id(metadata), params, self.backend.num_calls + 1)
 
     def _memory(self, *shape: int) -> torch.Tensor:
         memory = torch.empty(*shape, dtype=torch.float32, device="cpu")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -18,20 +18,46 @@ from hf_paged.fused.layer_program import Attention, LayerProgram, LayerWeights
 from hf_paged.fused.norms import NormForward
 from hf_paged.fused.scope import Scope
 from hf_paged.kernels.cpu.backend import NativeBackend
+from hf_paged.kernels.kv_blocks import KVBlocks
 from hf_paged.kernels.metadata import AttentionParams, PackedStep, current_step
 from hf_paged.linears.forward import NativeForward
 from hf_paged.linears.stand_in import StandIn
 
 if TYPE_CHECKING:
     from hf_paged.cache.step_cache import StepCache
+    from hf_paged.cache.storage import LayerStorage
 
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _HEAD_NORMS = ("q_norm", "k_norm")
 _GATED = ("gate_proj", "up_proj", "down_proj")
 _NORMS = ("input_layernorm", "post_attention_layernorm")
-_CACHE_NAMES = ("cache", "past_key_values")
 # What a model's loop hands to its layers that this code doesn't use, or that says nothing new in a packed step.
-_WITHOUT_EFFECT = frozenset((*_CACHE_NAMES, "position_embeddings", "position_ids", "use_cache", "cache_position"))
+_WITHOUT_EFFECT = frozenset(
+    ("cache", "past_key_values", "position_embeddings", "position_ids", "use_cache", "cache_position")
+)
+
+
+class _Place(NamedTuple):
+    """Where a layer's K and V lie, and how they are read."""
+
+    layer_idx: int
+    storage: LayerStorage
+    blocks: KVBlocks
+    backend: NativeBackend
+    group: int
+    params: AttentionParams
+
+    def holds(self, module: nn.Module, cache: StepCache) -> bool:
+        """Whether it is still so."""
+        storage = self.storage
+        return (
+            cast("int", module.layer_idx) == self.layer_idx
+            and cast("float", module.scaling) == self.params.scale
+            and cache.backend is self.backend
+            and cache.storages.get(self.layer_idx) is storage
+            and storage.blocks is self.blocks
+        )
+
 
 StandIns = Mapping[nn.Module, StandIn[Any]]
 
@@ -62,6 +88,7 @@ class LayerForward(StandIn[nn.Module]):
         self._norms = cast("list[NormForward]", self._stand_ins[len(linears) + 1 :])
         self._shapes: list[torch.Size] | None = None  # of what was the same, bit by bit, as the layer as it is
         self._differs = False
+        self._place: _Place | None = None
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **options: Any) -> Any:
         """As the layer's own: `[1, T, hidden]` to `[1, T, hidden]`."""
@@ -97,45 +124,53 @@ class LayerForward(StandIn[nn.Module]):
         if (
             step.probe is not None
             or not isinstance(angles, tuple)
+            or len(angles) != 2
             or not self._scope.takes(x, *angles)
             or x.dim() != 3
             or x.shape[0] != 1
-            or not all(one.is_contiguous() for one in (x, *angles))
-            or not any(options.get(name) is step.cache for name in _CACHE_NAMES)
-            or not all(name in _WITHOUT_EFFECT or value is None for name, value in options.items())
+            or not (x.is_contiguous() and angles[0].is_contiguous() and angles[1].is_contiguous())
+            or (options.get("cache") is not step.cache and options.get("past_key_values") is not step.cache)
+            or [name for name, value in options.items() if value is not None and name not in _WITHOUT_EFFECT]
             or not self._is_as_found(layer)
         ):
             return None
         linears = [linear.native_weights(x.shape[1]) for linear in self._linears]
         norms = [norm.native_norm() for norm in self._norms]
-        attention = _attention(_child(layer, "self_attn"), step)
-        if attention is None or None in linears or None in norms:
+        module, place = _child(layer, "self_attn"), self._place
+        if place is None or not place.holds(module, cast("StepCache", step.cache)):
+            place = self._place = _place(module, step)
+        if place is None or None in linears or None in norms:
             return None
         q, k, v, o, gate, up, down = cast("list[Any]", linears)
         first, second, *heads = cast("list[Any]", norms)
-        if angles[0].shape != (1, x.shape[1], attention[0].blocks.keys.shape[3]):
+        if angles[0].shape != (1, x.shape[1], place.blocks.keys.shape[3]):
             return None
         head_norms = (heads[0], heads[1]) if heads else None
         act = cast("GateForward", self._gate).act
-        return LayerWeights(first, (q, k, v), head_norms, o, second, (gate, up), down, act), *attention
+        metadata = step.metadata(place.group, place.storage.spec.device)
+        weights = LayerWeights(first, (q, k, v), head_norms, o, second, (gate, up), down, act)
+        return weights, Attention(place.backend, place.blocks, metadata, place.params), place.layer_idx
 
     def _is_as_found(self, layer: nn.Module) -> bool:
+        # once a layer and step: plain loops, no generators
         if hooks_of_all._global_forward_hooks or hooks_of_all._global_forward_pre_hooks:
             return False
         try:
             attention, modules = _child(layer, "self_attn"), _computed(layer)
+            act = _child(_child(layer, "mlp"), "act_fn")
         except KeyError:
             return False
-        act = _child(_child(layer, "mlp"), "act_fn")
-        return (
-            (type(attention), type(act)) == self._kinds
-            and not any(one._forward_hooks or one._forward_pre_hooks for one in (attention, act, *modules))
-            and "forward" not in attention.__dict__
-            and "forward" not in act.__dict__
-            and all(
-                one.__dict__.get("forward") is stand_in for one, stand_in in zip(modules, self._stand_ins, strict=True)
-            )
-        )
+        if (type(attention), type(act)) != self._kinds or len(modules) != len(self._stand_ins):
+            return False
+        for module, stand_in in zip(modules, self._stand_ins, strict=True):
+            own = module.__dict__
+            if own.get("forward") is not stand_in or own["_forward_hooks"] or own["_forward_pre_hooks"]:
+                return False
+        for module in (attention, act):
+            own = module.__dict__
+            if "forward" in own or own["_forward_hooks"] or own["_forward_pre_hooks"]:
+                return False
+        return True
 
 
 def layer_forward(layer: nn.Module, scope: Scope, program: LayerProgram, stand_ins: StandIns) -> LayerForward | None:
@@ -173,32 +208,37 @@ def _child(module: nn.Module, name: str) -> nn.Module:
 
 
 def _computed(layer: nn.Module) -> list[nn.Module]:
-    """The modules of a layer that a program computes: linear layers, the gated module, norms, those of heads."""
+    """The modules of a layer that a program computes: linear layers, the gated module, norms, those of heads.
+
+    Raises:
+        KeyError: one of them isn't there.
+    """
     attention, mlp = _child(layer, "self_attn"), _child(layer, "mlp")
-    return [
-        *(_child(attention, name) for name in _LINEARS),
-        *(_child(mlp, name) for name in _GATED),
+    inside, gated, around = attention._modules, mlp._modules, layer._modules
+    found = [
+        *[inside[name] for name in _LINEARS],
+        *[gated[name] for name in _GATED],
         mlp,
-        *(_child(layer, name) for name in _NORMS),
-        *(_child(attention, name) for name in _HEAD_NORMS if name in attention._modules),
+        *[around[name] for name in _NORMS],
+        *[inside[name] for name in _HEAD_NORMS if name in inside],
     ]
+    if None in found:
+        raise KeyError(layer)
+    return cast("list[nn.Module]", found)
 
 
-def _attention(module: nn.Module, step: PackedStep) -> tuple[Attention, int] | None:
-    """Where a layer's K and V go, and its index; None unless they lie in the pool as float32, whole."""
+def _place(module: nn.Module, step: PackedStep) -> _Place | None:
+    """Where a layer's K and V lie; None unless that is in the pool, as float32, whole."""
     cache, index = cast("StepCache", step.cache), cast("int", module.layer_idx)
     storage, backend = cache.storages.get(index), cache.backend
     if storage is None or not isinstance(backend, NativeBackend):
         return None
     layer, blocks = cache.layer(index), storage.blocks
-    if (
-        layer.is_gathered
-        or blocks.is_quantised
-        or not all(tensor.dtype is torch.float32 and tensor.is_contiguous() for tensor in blocks.tensors)
-    ):
+    is_plain = all(tensor.dtype is torch.float32 and tensor.is_contiguous() for tensor in blocks.tensors)
+    if layer.is_gathered or blocks.is_quantised or not is_plain:
         return None
     params = AttentionParams(cast("float", module.scaling), layer.span.window, layer.span.chunk)
-    return Attention(backend, blocks, step.metadata(layer.group, storage.spec.device), params), index
+    return _Place(index, storage, blocks, backend, layer.group, params)
 
 
 def _shapes(weights: LayerWeights, attention: Attention) -> list[torch.Size]:

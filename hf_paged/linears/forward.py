@@ -92,10 +92,13 @@ class NativeForward(StandIn[nn.Linear]):
     def native_weights(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """W and b, if a product of so many float32 rows with them would run natively now; else None."""
         module = self.module
-        if module is None or not self._takes_weights(module) or not self._is_faster(num_rows, module.weight):
+        if module is None:
             return None
-        weight, bias = self._weights()
-        return (weight, bias) if weight.dtype is torch.float32 else None
+        parameters: dict[str, Any] = module._parameters
+        weight, bias = parameters["weight"], parameters["bias"]
+        if weight is None or weight.dtype is not torch.float32 or not self._takes_weights(module):
+            return None
+        return (weight, bias) if self._is_faster(num_rows, weight) else None
 
     def _fits(self, module: nn.Linear, x: torch.Tensor) -> bool:
         # every layer of every step comes through here: the cheap questions, each tensor's kind only when it is new
