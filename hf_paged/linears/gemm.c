@@ -6,8 +6,9 @@
  *
  * COLUMNS rows of W, a part of their length, are turned so that each step along p finds its COLUMNS values side by side.
  * They stay in the first cache while the rows of x pass, ROWS at a time: a tile of ROWS * COLUMNS sums lies in registers,
- * and a step multiplies one value of each row with all of them. Turning is paid once for up to MOST_ROWS rows. The order
- * of a sum depends on k alone: a row's result doesn't depend on the rows beside it, on n, or on the number of threads.
+ * and a step multiplies one value of each row with all of them. Turning is paid once for up to MOST_ROWS rows, and what
+ * will be turned next is fetched meanwhile. The order of a sum depends on k alone: a row's result doesn't depend on the
+ * rows beside it, on n, or on the number of threads.
  */
 #include <stddef.h>
 #include <string.h>
@@ -39,6 +40,7 @@
 #define COLUMNS (VECTORS * LANES)
 #define DEPTH 320     /* of the length of W's rows that is turned at a time: DEPTH * COLUMNS values fit the first cache */
 #define MOST_ROWS 256 /* of x that are taken past it: DEPTH values of each fit the second cache */
+#define LINE 64       /* bytes of a cache line */
 
 typedef float lanes __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef float sums __attribute__((vector_size(LANES * 4)));
@@ -157,10 +159,29 @@ static void widen(const uint16_t *from, float *to, int64_t count) {
     }
 }
 
+/* Lines of W that will be turned next: they are asked for a few at a time while others are multiplied. */
+typedef struct {
+    const char *at;
+    int64_t stride, length; /* bytes: from row to row, and of a row what is needed */
+    int64_t row, byte;
+} ahead;
+
+static inline void fetch(ahead *a, int64_t count) {
+    for (; count > 0 && a->row < COLUMNS; count--) {
+        __builtin_prefetch(a->at + a->row * a->stride + a->byte, 0, 2);
+        a->byte += LINE;
+        if (a->byte >= a->length) {
+            a->byte = 0;
+            a->row++;
+        }
+    }
+}
+
 /* Groups of COLUMNS rows of W, from `first` to before `end`, times rows `m0` to before `m1` of x. */
 static void multiply(const product *call, const part *p, int64_t first, int64_t end, int64_t m0, int64_t m1) {
     float turned[DEPTH * COLUMNS] __attribute__((aligned(64)));
     float wide[COLUMNS * DEPTH];
+    int64_t size = call->is_bf16 ? 2 : 4, num_tiles = (m1 - m0 + ROWS - 1) / ROWS;
     int64_t k = call->k, num_depths = (k + DEPTH - 1) / DEPTH, step = ((k + num_depths - 1) / num_depths + 7) / 8 * 8;
     for (int64_t k0 = 0; k0 < k; k0 += step) {
         int64_t depth = k - k0 < step ? k - k0 : step;
@@ -178,9 +199,16 @@ static void multiply(const product *call, const part *p, int64_t first, int64_t 
             t.bias = p->bias && k0 + depth == k ? p->bias + column : NULL;
             const float *x = call->x + m0 * call->stride + k0;
             t.out = p->out + m0 * p->n + column;
+            int is_last = g + 1 == end;
+            int64_t row = is_last ? first * COLUMNS : column + COLUMNS, from = is_last ? k0 + depth : k0;
+            ahead next = {(const char *)p->weight + (row * k + from) * size, k * size, depth * size, 0, 0};
+            if (from >= k || row + COLUMNS > p->n) next.row = COLUMNS; /* nothing there */
+            int64_t fetches = (COLUMNS * ((next.length + LINE - 1) / LINE) + num_tiles - 1) / num_tiles;
             int64_t m = m0;
-            for (; m + ROWS <= m1; m += ROWS, x += ROWS * call->stride, t.out += ROWS * p->n)
+            for (; m + ROWS <= m1; m += ROWS, x += ROWS * call->stride, t.out += ROWS * p->n) {
+                fetch(&next, fetches);
                 tile(ROWS, x, call->stride, turned, depth, &t);
+            }
             if (m < m1) last_tile(m1 - m, x, call->stride, turned, depth, &t);
         }
     }
@@ -194,13 +222,15 @@ void hf_paged_gemm(const product *call) {
     for (int64_t i = 0; i < num_parts; i++) groups += (parts[i].n + COLUMNS - 1) / COLUMNS;
 #pragma omp parallel for num_threads((int)num_threads) schedule(static)
     for (int64_t thread = 0; thread < num_threads; thread++) {
-        /* all groups for the first rows, then for the next ones: a thread takes its share of that */
+        /* each group with all chunks of rows before the next group: a thread takes its share of that, chunk by chunk, so
+         * that no two threads read much of W */
         int64_t all = groups * num_chunks, begin = all * thread / num_threads, end = all * (thread + 1) / num_threads;
-        for (int64_t m0 = 0, offset = 0; m0 < m; m0 += chunk) {
-            int64_t m1 = m0 + chunk < m ? m0 + chunk : m;
-            for (int64_t i = 0; i < num_parts; i++) {
+        for (int64_t c = 0; c < num_chunks; c++) {
+            int64_t m0 = c * chunk, m1 = m0 + chunk < m ? m0 + chunk : m;
+            int64_t g0 = (begin - c + num_chunks - 1) / num_chunks, g1 = (end - c + num_chunks - 1) / num_chunks;
+            for (int64_t i = 0, offset = 0; i < num_parts && m0 < m; i++) {
                 int64_t own = (parts[i].n + COLUMNS - 1) / COLUMNS;
-                int64_t first = begin > offset ? begin - offset : 0, stop = end - offset < own ? end - offset : own;
+                int64_t first = g0 > offset ? g0 - offset : 0, stop = g1 - offset < own ? g1 - offset : own;
                 if (first < stop) multiply(call, &parts[i], first, stop, m0, m1);
                 offset += own;
             }
