@@ -1,6 +1,6 @@
 """The workload "mixed" through stock Transformers and through hf_paged, in one run on one machine.
 
-python -m benchmarks.mixed                     32 requests, 3 rounds: the table of the README
+python -m benchmarks.mixed                     32 requests, 3 rounds
 python -m benchmarks.mixed --requests 128 --rounds 5
 """
 

@@ -5,4 +5,4 @@ from __future__ import annotations
 OURS = "hf_paged engine"  # what the others are compared with
 WITHOUT_PREFIXES = "hf_paged engine, no prefixes"
 VLLM, OPENVINO = "vllm", "openvino-genai"
-USUAL = ("stock generate", "stock generate_batch", OURS, "hf_paged hook")  # those of the README's table of "mixed"
+USUAL = ("stock generate", "stock generate_batch", OURS, "hf_paged hook")  # those of `benchmarks.mixed`
