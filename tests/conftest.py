@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -29,6 +30,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _fallbacks_are_counted_anew() -> None:
+    """They are counted by model, and tests share models."""
+    engines = sys.modules.get("hf_paged.integrations.engines")
+    if engines is not None:
+        engines._fallbacks.clear()
+        for _, engine in list(engines._engines.values()):
+            engine.core.counters.num_fallbacks = 0
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
