@@ -32,6 +32,7 @@ from transformers.cache_utils import DynamicCache
 
 from hf_paged.compat import CACHE_KEYWORD
 from hf_paged.engine.probe import frequency_limit
+from hf_paged.linears.stand_in import StandIn
 from hf_paged.request import Sequence
 from hf_paged.scheduler.output import ScheduledSequence
 from hf_paged.scheduler.scheduler import Scheduler
@@ -200,11 +201,11 @@ class _Local(threading.local):
 _local = _Local()
 
 
-class _StandIn:
+class _StandIn(StandIn[nn.Module]):
     """In the place of a rotary module's `forward`: each token of a packed forward gets its own frequencies."""
 
     def __init__(self, module: nn.Module, limit: int) -> None:
-        self.module = module
+        super().__init__(module)
         self.limit = limit
         own = vars(module).get("forward")  # of accelerate's hooks, for one
         self.forward: Callable[..., Any] = own or functools.partial(type(module).forward, module)
@@ -221,10 +222,6 @@ class _StandIn:
         if isinstance(short, torch.Tensor):
             return _chosen(is_long, long, short)
         return tuple(_chosen(is_long, theirs, ours) for theirs, ours in zip(long, short, strict=True))
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        # a model that another thread copies or pickles at this moment has its own forward in the copy
-        return functools.partial, (type(self.module).forward, self.module)
 
 
 def _chosen(is_long: torch.Tensor, long: torch.Tensor, short: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from types import CodeType
 from typing import Any
@@ -29,18 +29,19 @@ Code = tuple[Any, ...]
 
 def is_known(layer: nn.Module, attention: nn.Module) -> bool:
     """Whether the code of a decoder layer and of its attention is known."""
-    layers, attentions = _known_code()
-    return _code_of(type(layer).forward) in layers and _code_of(type(attention).forward) in attentions
+    return _is_known(type(layer).forward, "DecoderLayer") and _is_known(type(attention).forward, "Attention")
 
 
-@cache
-def _known_code() -> tuple[frozenset[Code], frozenset[Code]]:
-    layers, attentions = set(), set()
-    for folder, name in _KNOWN:
+@cache  # a model's layers are of one class
+def _is_known(forward: Callable[..., Any], role: str) -> bool:
+    code = _code_of(forward)
+    return any(code == _code_of(known) for known in _known_forwards(role))
+
+
+def _known_forwards(role: str) -> Iterator[Callable[..., Any]]:
+    for folder, name in _KNOWN:  # one after another: most models need but one of these files
         file = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
-        layers.add(_code_of(getattr(file, f"{name}DecoderLayer").forward))
-        attentions.add(_code_of(getattr(file, f"{name}Attention").forward))
-    return frozenset(layers), frozenset(attentions)
+        yield getattr(file, f"{name}{role}").forward
 
 
 def _code_of(function: Callable[..., Any]) -> Code:

@@ -56,12 +56,14 @@ class LayerWeights(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """Where a layer's K and V lie, and who sees what."""
+    """Where a layer's K and V lie, how they are turned, and who sees what."""
 
     backend: NativeBackend
     blocks: KVBlocks  # float32
     metadata: AttentionMetadata
     params: AttentionParams
+    cosines: torch.Tensor  # [1, T, head_dim] float32, contiguous
+    sines: torch.Tensor  # the same
 
 
 class _Shape(NamedTuple):
@@ -93,23 +95,13 @@ class LayerProgram:
         self._product = product
         self._plan: _Plan | None = None  # of the last step's shape
 
-    def __call__(
-        self,
-        weights: LayerWeights,
-        attention: Attention,
-        x: torch.Tensor,
-        cosines: torch.Tensor,
-        sines: torch.Tensor,
-        num_threads: int,
-    ) -> torch.Tensor:
+    def __call__(self, weights: LayerWeights, attention: Attention, x: torch.Tensor, num_threads: int) -> torch.Tensor:
         """One layer: writes its K and V, and returns what it makes of x.
 
         Args:
             weights: of the layer.
             attention: of the layer.
             x: `[1, T, hidden]` float32, contiguous.
-            cosines: `[1, T, head_dim]`, the same.
-            sines: `[1, T, head_dim]`, the same.
             num_threads: that share the work.
 
         Returns:
@@ -131,7 +123,7 @@ class LayerProgram:
         if plan is None or plan.shape != shape or plan.backend is not attention.backend:
             self._plan = None  # its memory may be what the new one takes
             plan = self._plan = _Plan(shape, self._kernels, self._product, attention.backend)
-        return plan.run(weights, attention, x, cosines, sines, type(self).clock)
+        return plan.run(weights, attention, x, type(self).clock)
 
 
 class _Plan:
@@ -192,13 +184,7 @@ class _Plan:
         self._last.a = between.data_ptr()
 
     def run(
-        self,
-        weights: LayerWeights,
-        attention: Attention,
-        x: torch.Tensor,
-        cosines: torch.Tensor,
-        sines: torch.Tensor,
-        clock: Callable[[str, float], None] | None,
+        self, weights: LayerWeights, attention: Attention, x: torch.Tensor, clock: Callable[[str, float], None] | None
     ) -> torch.Tensor:
         """See `LayerProgram`."""
         out = torch.empty_like(x)
@@ -209,7 +195,7 @@ class _Plan:
         _set_weights(self._qkv, weights.qkv)
         for call, norm in zip(self._head_norms, weights.head_norms or (), strict=True):
             _set_norm(call, norm)
-        self._rotary.cosines, self._rotary.sines = cosines.data_ptr(), sines.data_ptr()
+        self._rotary.cosines, self._rotary.sines = attention.cosines.data_ptr(), attention.sines.data_ptr()
         self._describe(attention)
         _set_weights(self._o, (weights.o,))
         _set_norm(self._second_norm, weights.second_norm)
@@ -226,7 +212,7 @@ class _Plan:
 
     def _describe(self, attention: Attention) -> None:
         """Where K and V go, and what attention reads: all of it for the first layer of a kind, else only where."""
-        _, blocks, metadata, params = attention
+        blocks, metadata, params = attention.blocks, attention.metadata, attention.params
         # a call that was not of this plan may have moved the memory that the backend lends
         if self._described == (id(metadata), params, self.backend.num_calls):
             keys, values = blocks.keys.data_ptr(), blocks.values.data_ptr()

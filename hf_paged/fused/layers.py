@@ -100,9 +100,7 @@ class LayerForward(StandIn[nn.Module]):
         if call is None or step is None:
             return self.stock(layer, hidden_states, *args, **options)
         weights, attention, index = call
-        angles = options["position_embeddings"]
-        num_threads = self._scope.num_threads
-        run = partial(self._program, weights, attention, hidden_states, angles[0], angles[1], num_threads)
+        run = partial(self._program, weights, attention, hidden_states, self._scope.num_threads)
         shapes = _shapes(weights, attention)
         if shapes != self._shapes:
             expected = self.stock(layer, hidden_states, **options)  # and writes what is written again now
@@ -149,7 +147,7 @@ class LayerForward(StandIn[nn.Module]):
         act = cast("GateForward", self._gate).act
         metadata = step.metadata(place.group, place.storage.spec.device)
         weights = LayerWeights(first, (q, k, v), head_norms, o, second, (gate, up), down, act)
-        return weights, Attention(place.backend, place.blocks, metadata, place.params), place.layer_idx
+        return weights, Attention(place.backend, place.blocks, metadata, place.params, *angles), place.layer_idx
 
     def _is_as_found(self, layer: nn.Module) -> bool:
         # once a layer and step: plain loops, no generators

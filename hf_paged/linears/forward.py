@@ -94,8 +94,7 @@ class NativeForward(StandIn[nn.Linear]):
         module = self.module
         if module is None:
             return None
-        parameters: dict[str, Any] = module._parameters
-        weight, bias = parameters["weight"], parameters["bias"]
+        weight, bias = self._weights()
         if weight is None or weight.dtype is not torch.float32 or not self._takes_weights(module):
             return None
         return (weight, bias) if self._is_faster(num_rows, weight) else None

@@ -152,13 +152,6 @@ static void turn_all(const float *from, int64_t stride, int64_t depth, int count
         for (int j = 0; j < COLUMNS; j++) to[p * COLUMNS + j] = j < count ? from[j * stride + p] : 0;
 }
 
-static void widen(const uint16_t *from, float *to, int64_t count) {
-    for (int64_t i = 0; i < count; i++) {
-        uint32_t bits = (uint32_t)from[i] << 16;
-        memcpy(to + i, &bits, sizeof bits);
-    }
-}
-
 /* Lines of W that will be turned next: they are asked for a few at a time while others are multiplied. */
 typedef struct {
     const char *at;

@@ -192,13 +192,6 @@ static void multiply_some(const strip *t, int64_t rows, int fetches, const int32
 #undef ONE
 }
 
-static void widen(const uint16_t *from, float *to, int64_t count) {
-    for (int64_t i = 0; i < count; i++) {
-        uint32_t bits = (uint32_t)from[i] << 16;
-        memcpy(to + i, &bits, sizeof bits);
-    }
-}
-
 /* Up to PANEL groups of W, from row `first`, times rows `m0` to `m0 + rows` of x. Long rows are taken a part of their
  * length at a time, all groups before the next part: so what is used of x and W stays near, however long they are. */
 static void panel(const part *p, int64_t first, int64_t groups, const float *x, int64_t stride, int64_t m0, int64_t rows,
