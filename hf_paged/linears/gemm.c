@@ -5,9 +5,10 @@
  *        . . . .   of them          . . . .             m    . . [tile] . .
  *
  * COLUMNS rows of W, a part of their length, are turned so that each step along p finds its COLUMNS values side by side.
- * They stay in the first cache while the rows of x pass, ROWS at a time: a tile of ROWS * COLUMNS sums lies in registers,
+ * They stay in the near caches while the rows of x pass, ROWS at a time: a tile of ROWS * COLUMNS sums lies in registers,
  * and a step multiplies one value of each row with all of them. Turning is paid once for up to MOST_ROWS rows, and what
- * will be turned next is fetched meanwhile. The order of a sum depends on k alone: a row's result doesn't depend on the
+ * will be turned next is fetched meanwhile. Reading what was turned from the second cache costs less than adding to y
+ * once more would. The order of a sum depends on k alone: a row's result doesn't depend on the
  * rows beside it, on n, or on the number of threads.
  */
 #include <stddef.h>
@@ -38,8 +39,8 @@
 #define VECTORS 2
 #endif
 #define COLUMNS (VECTORS * LANES)
-#define DEPTH 320     /* of the length of W's rows that is turned at a time: DEPTH * COLUMNS values fit the first cache */
-#define MOST_ROWS 256 /* of x that are taken past it: DEPTH values of each fit the second cache */
+#define DEPTH 576     /* of the length of W's rows that is turned at a time: DEPTH * COLUMNS values fit the second cache */
+#define MOST_ROWS 512 /* of x that are taken past it: DEPTH values of each fit the third cache */
 #define LINE 64       /* bytes of a cache line */
 
 typedef float lanes __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
