@@ -233,7 +233,7 @@ class Request:
         self.sampling = sampling
         self.wants_logprobs = wants_logprobs
         self.wants_prompt_logprobs = wants_prompt_logprobs
-        self.arrival = next(_arrivals)
+        self.arrive()
         self.arrival_time = time.monotonic()
         self.first_scheduled_time: float | None = None
         self.first_token_time: float | None = None
@@ -269,6 +269,10 @@ class Request:
     def is_external(self) -> bool:
         """Whether someone outside the engine chooses its tokens, and nobody reads its outputs."""
         return bool(getattr(self.sampling, "is_external", False))
+
+    def arrive(self) -> None:
+        """Takes its place in the order of arrival, behind all others."""
+        self.arrival = next(_arrivals)
 
     def snapshot(self) -> RequestOutput:
         """What the caller sees of it now."""
