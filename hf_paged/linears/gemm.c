@@ -214,11 +214,11 @@ void hf_paged_gemm(const product *call) {
     int64_t groups = 0, num_chunks = (m + MOST_ROWS - 1) / MOST_ROWS;
     int64_t chunk = ((m + num_chunks - 1) / num_chunks + ROWS - 1) / ROWS * ROWS;
     for (int64_t i = 0; i < num_parts; i++) groups += (parts[i].n + COLUMNS - 1) / COLUMNS;
-#pragma omp parallel for num_threads((int)num_threads) schedule(static)
-    for (int64_t thread = 0; thread < num_threads; thread++) {
-        /* each group with all chunks of rows before the next group: a thread takes its share of that, chunk by chunk, so
-         * that no two threads read much of W */
-        int64_t all = groups * num_chunks, begin = all * thread / num_threads, end = all * (thread + 1) / num_threads;
+    /* each group with all chunks of rows before the next group: a share of that is taken chunk by chunk, so that no two
+     * threads read much of W */
+    int64_t taken = 0, all = groups * num_chunks;
+#pragma omp parallel num_threads((int)num_threads)
+    for (int64_t begin, end; take_share(&taken, all, 1, num_threads, &begin, &end);) {
         for (int64_t c = 0; c < num_chunks; c++) {
             int64_t m0 = c * chunk, m1 = m0 + chunk < m ? m0 + chunk : m;
             int64_t g0 = (begin - c + num_chunks - 1) / num_chunks, g1 = (end - c + num_chunks - 1) / num_chunks;

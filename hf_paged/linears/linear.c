@@ -245,20 +245,21 @@ void hf_paged_linear(const product *call) {
     int64_t m = call->m, num_parts = call->num_parts, num_threads = call->num_threads;
     int64_t groups = 0;
     for (int64_t i = 0; i < num_parts; i++) groups += (parts[i].n + COLUMNS - 1) / COLUMNS;
-#pragma omp parallel for num_threads((int)num_threads) schedule(static)
-    for (int64_t thread = 0; thread < num_threads; thread++) {
-        int64_t begin = groups * thread / num_threads, end = groups * (thread + 1) / num_threads;
+    int64_t taken = 0;
+#pragma omp parallel num_threads((int)num_threads)
+    {
         lines next = {.depth = -1};
-        for (int64_t m0 = 0; m0 < m; m0 += MOST_ROWS) {
-            int64_t rows = m - m0 < MOST_ROWS ? m - m0 : MOST_ROWS, offset = 0;
-            for (int64_t i = 0; i < num_parts; i++) {
-                int64_t own = (parts[i].n + COLUMNS - 1) / COLUMNS;
-                int64_t g = begin > offset ? begin - offset : 0, stop = end - offset < own ? end - offset : own;
-                for (; g < stop; g += PANEL)
-                    panel(&parts[i], g * COLUMNS, stop - g < PANEL ? stop - g : PANEL, call->x, call->stride, m0, rows,
-                          call->k, (int)call->is_bf16, &next);
-                offset += own;
+        for (int64_t begin, end; take_share(&taken, groups, PANEL, num_threads, &begin, &end);)
+            for (int64_t m0 = 0; m0 < m; m0 += MOST_ROWS) {
+                int64_t rows = m - m0 < MOST_ROWS ? m - m0 : MOST_ROWS, offset = 0;
+                for (int64_t i = 0; i < num_parts; i++) {
+                    int64_t own = (parts[i].n + COLUMNS - 1) / COLUMNS;
+                    int64_t g = begin > offset ? begin - offset : 0, stop = end - offset < own ? end - offset : own;
+                    for (; g < stop; g += PANEL)
+                        panel(&parts[i], g * COLUMNS, stop - g < PANEL ? stop - g : PANEL, call->x, call->stride, m0, rows,
+                              call->k, (int)call->is_bf16, &next);
+                    offset += own;
+                }
             }
-        }
     }
 }
