@@ -5,10 +5,12 @@ It reads a job from stdin, and writes a result to the file that the job names.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Sequence
 
+gc.set_threshold(100_000)  # as the command hf-paged does, see cli.py; every peer's process starts so
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 

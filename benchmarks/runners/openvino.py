@@ -6,6 +6,7 @@ exported to its own format first.
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections.abc import Sequence
@@ -101,6 +102,7 @@ def _kv_bytes_per_token(folder: Path) -> int:
 
 
 def main() -> None:
+    gc.set_threshold(100_000)  # as in worker.py
     job = Job.from_json(sys.stdin.read())
     import openvino_genai  # noqa: F401  # memory is counted from here on
 

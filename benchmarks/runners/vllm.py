@@ -6,6 +6,7 @@ CPU build of torch.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -86,6 +87,7 @@ class VllmPeer:
 
 
 def main() -> None:
+    gc.set_threshold(100_000)  # as in worker.py
     job = Job.from_json(sys.stdin.read())
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(KV_GIBIBYTES)
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{job.threads - 1}"
