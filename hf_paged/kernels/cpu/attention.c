@@ -2,7 +2,8 @@
 
    item           one kv head of one sequence, some rows, a range of keys that at least one of the rows sees
    row            a query and one of the G query heads of the kv head: row r is query r / G, head r % G
-   few rows       K and V are read where they lie, four keys by up to three rows at a time. Bound by memory
+   few rows       K and V are read where they lie, four keys by up to three rows at a time. Bound by memory: an item may
+                  have several kv heads, whose keys lie side by side and are read in one go
    many rows      a tile of keys is copied once, transposed, and multiplied with all rows. Bound by products
    partial        items of one sequence that share its keys leave (highest, total, sums) here; joined at the end
 
@@ -57,8 +58,9 @@ typedef struct {
   int64_t row_begin, row_end;
   int64_t key_begin, key_end;
   int64_t partial;   /* first row among the partial results; -1: the item has all keys, and writes the result */
+  int64_t partial_stride; /* from the partial results of a kv head to those of the next */
   int64_t is_first;  /* the first keys of the sequence: takes the sinks */
-  int64_t kv_head;
+  int64_t kv_head, num_heads; /* more than one only where rows are few: all together at most MAX_ROWS */
 } Item;
 
 typedef struct {
@@ -212,10 +214,22 @@ INLINE void find_rows(const Step *step, const Item *item, int64_t begin, int64_t
   }
 }
 
+/* Row i of an item, all its kv heads' rows one after another. */
+typedef struct {
+  int64_t head, token; /* of the queries */
+} Place;
+
+INLINE Place place_of(const Step *step, const Item *item, int64_t i) {
+  int64_t num_rows = item->row_end - item->row_begin, r = item->row_begin + i % num_rows;
+  int64_t kv_head = item->kv_head + i / num_rows;
+  return (Place){kv_head * step->group_size + r % step->group_size, item->token + r / step->group_size};
+}
+
+INLINE int64_t rows_of(const Item *item) { return (item->row_end - item->row_begin) * item->num_heads; }
+
 static void begin_item(const Step *step, const Item *item, Scratch *s) {
-  for (int64_t r = item->row_begin; r < item->row_end; r++) {
-    int64_t i = r - item->row_begin, head = item->kv_head * step->group_size + r % step->group_size;
-    int64_t token = item->token + r / step->group_size;
+  for (int64_t i = 0; i < rows_of(item); i++) {
+    int64_t head = place_of(step, item, i).head, token = place_of(step, item, i).token;
     const char *query = step->query;
     query += (token * step->token_stride + head * step->head_stride) * bytes_of(step->query_type);
     widen(s->query + i * s->key_stride, query, step->query_type, step->head_dim, (float)step->scale);
@@ -228,17 +242,17 @@ static void begin_item(const Step *step, const Item *item, Scratch *s) {
 static void end_item(const Step *step, const Item *item, Scratch *s) {
   int64_t num_rows = item->row_end - item->row_begin;
   if (item->partial >= 0) {
-    for (int64_t i = 0; i < num_rows; i++) {
-      float *partial = step->partials + (item->partial + i) * (step->value_dim + 2);
+    for (int64_t i = 0; i < rows_of(item); i++) {
+      int64_t row = item->partial + i / num_rows * item->partial_stride + i % num_rows;
+      float *partial = step->partials + row * (step->value_dim + 2);
       partial[0] = s->highest[i];
       partial[1] = s->total[i];
       memcpy(partial + 2, s->sums + i * s->value_stride, step->value_dim * sizeof(float));
     }
     return;
   }
-  for (int64_t i = 0; i < num_rows; i++) {
-    int64_t r = item->row_begin + i, head = item->kv_head * step->group_size + r % step->group_size;
-    int64_t token = item->token + r / step->group_size;
+  for (int64_t i = 0; i < rows_of(item); i++) {
+    int64_t head = place_of(step, item, i).head, token = place_of(step, item, i).token;
     char *out = step->out;
     out += ((token * step->num_kv_heads * step->group_size + head) * step->value_dim) * bytes_of(step->query_type);
     narrow(out, s->sums + i * s->value_stride, step->query_type, step->value_dim, 1.0f / s->total[i]);
@@ -278,24 +292,26 @@ INLINE void soften(const Step *step, Scratch *s, int64_t row, int64_t first, int
   }
 }
 
-/* soften() for all rows of an item */
-static void soften_rows(const Step *step, const Item *item, Scratch *s, int64_t begin, int64_t n, int64_t width) {
+/* soften() for the rows of one kv head of an item, of which the first is row `first_row` */
+static void soften_rows(const Step *step, const Item *item, Scratch *s, int64_t first_row, int64_t begin, int64_t n,
+                        int64_t width) {
   int64_t num_rows = item->row_end - item->row_begin;
   for (int64_t i = 0; i < num_rows; i++) {
     int64_t position = item->position + (item->row_begin + i) / step->group_size;
     int64_t first = larger(0, first_seen(step, position) - begin), last = smaller(n, position + 1 - begin);
     first = smaller(first, n), last = larger(last, first);
-    soften(step, s, i, first, last, width);
+    soften(step, s, first_row + i, first, last, width);
   }
 }
 
-INLINE void load_scales(const Step *step, Scratch *s, const int64_t *rows, int64_t n) {
+/* Those of the kv head that is the `head`-th of an item. */
+INLINE void load_scales(const Step *step, Scratch *s, const int64_t *rows, int64_t n, int64_t head) {
   if (step->key_scales) {
-    for (int64_t i = 0; i < n; i++) s->key_scales[i] = step->key_scales[rows[i]];
+    for (int64_t i = 0; i < n; i++) s->key_scales[i] = step->key_scales[rows[i] + head];
     for (int64_t i = n; i < KEY_TILE; i++) s->key_scales[i] = 0;
   }
   if (step->value_scales)
-    for (int64_t i = 0; i < n; i++) s->value_scales[i] = step->value_scales[rows[i]];
+    for (int64_t i = 0; i < n; i++) s->value_scales[i] = step->value_scales[rows[i] + head];
 }
 
 /* ---- few rows ---- */
@@ -338,33 +354,53 @@ INLINE void score_four(const int num_rows, const Scratch *s, int64_t row, const 
   }
 }
 
-/* Rows of the cache that are needed next. They are asked for a few at a time, since a core waits for few lines at once;
-   K and V of a head are short runs that its own prefetcher doesn't follow. */
+/* What is needed next of the cache: the keys of a tile, then its values, of all kv heads of an item. They are asked for a
+   row at a time while others are used, since a core waits for few lines at once. */
 typedef struct {
-  const char *cache;
-  int64_t bytes;
-  const int64_t *rows;
+  int64_t rows[KEY_TILE];
   int64_t n;
+  const char *cache[2];        /* keys, values: those of the item's first kv head */
+  int64_t step[2], bytes[2];   /* from a row to the next; of a row what is needed */
+  int64_t asked;               /* rows so far: n of keys, then n of values */
+  int64_t per_score, each_key; /* rows to ask for beside the scores of four keys; one each so many keys that are weighed */
 } Ahead;
 
-INLINE void prefetch(const Ahead *ahead, int64_t i) {
-  if (i >= ahead->n) return;
-  const char *row = ahead->cache + ahead->rows[i] * ahead->bytes;
-  for (int64_t b = 0; b < ahead->bytes; b += 64) __builtin_prefetch(row + b);
+enum { LINE = 64 };
+
+/* Of `item`, which may be NULL, from key `begin` on. Meanwhile so many keys are used, each head's values in `blocks`. */
+static void look_ahead(const Step *step, Ahead *a, const Item *item, int64_t begin, int64_t keys, int64_t heads,
+                       int64_t blocks) {
+  a->n = item ? smaller(KEY_TILE, item->key_end - begin) : 0;
+  a->asked = 0;
+  if (a->n == 0) return;
+  find_rows(step, item, begin, a->n, a->rows);
+  a->cache[0] = step->keys, a->cache[1] = step->values;
+  a->step[0] = step->head_dim * bytes_of(step->key_type);
+  a->step[1] = step->value_dim * bytes_of(step->value_type);
+  for (int i = 0; i < 2; i++) a->bytes[i] = a->step[i] * item->num_heads;
+  a->per_score = (a->n * 4 + heads * keys - 1) / (heads * keys);
+  a->each_key = larger(1, heads * keys * blocks / a->n);
+}
+
+INLINE void ask(Ahead *a, int64_t rows) {
+  for (; rows > 0 && a->asked < 2 * a->n; rows--, a->asked++) {
+    int is_value = a->asked >= a->n;
+    const char *row = a->cache[is_value] + a->rows[a->asked - is_value * a->n] * a->step[is_value];
+    for (int64_t byte = 0; byte < a->bytes[is_value]; byte += LINE) __builtin_prefetch(row + byte);
+  }
 }
 
 INLINE void score(const int num_rows, const Scratch *s, int64_t row, const float *const *keys, int64_t width,
-                  int64_t head_dim, const Ahead *ahead) {
+                  int64_t head_dim, Ahead *ahead) {
   for (int64_t at = 0; at < width; at += 4) {
-    if (row == 0)
-      for (int64_t k = at; k < at + 4; k++) prefetch(ahead, k);
+    if (ahead) ask(ahead, ahead->per_score);
     score_four(num_rows, s, row, keys + at, at, head_dim);
   }
 }
 
 /* Adds the weighted values of n keys, `num_vectors` of their numbers from `column` on; both counts are constants. */
 INLINE void weigh_block(const int num_rows, const int num_vectors, const Scratch *s, int64_t row,
-                        const float *const *values, int64_t n, int64_t column, const Ahead *ahead) {
+                        const float *const *values, int64_t n, int64_t column, Ahead *ahead) {
   Lanes sums[3][4];
   float *out = s->sums + row * s->value_stride + column;
   const float *weights = s->scores + row * SCORE_STRIDE;
@@ -373,9 +409,10 @@ INLINE void weigh_block(const int num_rows, const int num_vectors, const Scratch
 #pragma GCC unroll 4
     for (int v = 0; v < num_vectors; v++)
       sums[r][v] = *(const Lanes *)(out + r * s->value_stride + v * LANES) * s->decay[row + r];
+  int64_t until = 0, each_key = ahead ? ahead->each_key : n;
   for (int64_t k = 0; k < n; k++) {
     const float *value = values[k] + column;
-    if (row == 0 && column == 0) prefetch(ahead, k);
+    if (ahead && until-- == 0) ask(ahead, 1), until = each_key - 1;
     Lanes x[4];
 #pragma GCC unroll 4
     for (int v = 0; v < num_vectors; v++) x[v] = *(const Lanes *)(value + v * LANES);
@@ -391,7 +428,7 @@ INLINE void weigh_block(const int num_rows, const int num_vectors, const Scratch
 }
 
 INLINE void weigh(const int num_rows, const Scratch *s, int64_t row, const float *const *values, int64_t n,
-                  int64_t value_dim, const Ahead *ahead) {
+                  int64_t value_dim, Ahead *ahead) {
   int64_t column = 0;
   for (; column + 4 * LANES <= value_dim; column += 4 * LANES)
     weigh_block(num_rows, 4, s, row, values, n, column, ahead);
@@ -418,40 +455,45 @@ INLINE void point_at(const float **pointers, const void *cache, int64_t type, in
   }
 }
 
-static void attend_few(const Step *step, const Item *item, Scratch *s) {
+/* `next`: the item that comes after this one, or NULL. `ahead`: this item's first keys; then those of the next. */
+static void attend_few(const Step *step, const Item *item, const Item *next, Ahead *ahead, Scratch *s) {
   int64_t num_rows = item->row_end - item->row_begin;
-  int64_t row_places[2][KEY_TILE];
   const float *keys[KEY_TILE], *values[KEY_TILE];
-  memset(s->sums, 0, num_rows * s->value_stride * sizeof(float));
+  memset(s->sums, 0, rows_of(item) * s->value_stride * sizeof(float));
   int64_t key_bytes = step->head_dim * bytes_of(step->key_type);
   int64_t value_bytes = step->value_dim * bytes_of(step->value_type);
-  int64_t *rows = row_places[0], *next_rows = row_places[1];
-  int64_t n = smaller(KEY_TILE, item->key_end - item->key_begin);
-  find_rows(step, item, item->key_begin, n, rows);
+  int64_t blocks = larger(1, step->value_dim / (4 * LANES));
   for (int64_t begin = item->key_begin; begin < item->key_end; begin += KEY_TILE) {
-    int64_t next_n = smaller(KEY_TILE, item->key_end - begin - KEY_TILE);
-    if (next_n > 0) find_rows(step, item, begin + KEY_TILE, next_n, next_rows);
-    Ahead next_values = {step->values, value_bytes, rows, n}, next_keys = {step->keys, key_bytes, next_rows, next_n};
-    load_scales(step, s, rows, n);
-    point_at(keys, step->keys, step->key_type, step->head_dim, rows, n, s->keys, s->key_stride);
+    int64_t rows[KEY_TILE], n = ahead->n;
+    memcpy(rows, ahead->rows, n * sizeof *rows);
+    int is_last = begin + KEY_TILE >= item->key_end;
+    look_ahead(step, ahead, is_last ? next : item, is_last ? (next ? next->key_begin : 0) : begin + KEY_TILE, n,
+               item->num_heads, blocks);
     int64_t width = (n + LANES - 1) / LANES * LANES;
-    for (int64_t i = n; i < width; i++) keys[i] = keys[n - 1];
-    for (int64_t row = 0; row < num_rows;) {
-      int64_t left = num_rows - row;
-      if (left == 1) score(1, s, row, keys, width, step->head_dim, &next_values), row += 1;
-      else if (left == 2 || left == 4) score(2, s, row, keys, width, step->head_dim, &next_values), row += 2;
-      else score(3, s, row, keys, width, step->head_dim, &next_values), row += 3;
+    for (int64_t head = 0; head < item->num_heads; head++) {
+      int64_t first_row = head * num_rows;
+      load_scales(step, s, rows, n, head);
+      point_at(keys, (const char *)step->keys + head * key_bytes, step->key_type, step->head_dim, rows, n, s->keys,
+               s->key_stride);
+      for (int64_t i = n; i < width; i++) keys[i] = keys[n - 1];
+      for (int64_t row = 0; row < num_rows;) {
+        int64_t left = num_rows - row, at = first_row + row;
+        Ahead *asked = row == 0 ? ahead : NULL;
+        if (left == 1) score(1, s, at, keys, width, step->head_dim, asked), row += 1;
+        else if (left == 2 || left == 4) score(2, s, at, keys, width, step->head_dim, asked), row += 2;
+        else score(3, s, at, keys, width, step->head_dim, asked), row += 3;
+      }
+      soften_rows(step, item, s, first_row, begin, n, width);
+      point_at(values, (const char *)step->values + head * value_bytes, step->value_type, step->value_dim, rows, n,
+               s->values, s->value_stride);
+      for (int64_t row = 0; row < num_rows;) {
+        int64_t left = num_rows - row, at = first_row + row;
+        Ahead *asked = row == 0 ? ahead : NULL;
+        if (left == 1) weigh(1, s, at, values, n, step->value_dim, asked), row += 1;
+        else if (left == 2 || left == 4) weigh(2, s, at, values, n, step->value_dim, asked), row += 2;
+        else weigh(3, s, at, values, n, step->value_dim, asked), row += 3;
+      }
     }
-    soften_rows(step, item, s, begin, n, width);
-    point_at(values, step->values, step->value_type, step->value_dim, rows, n, s->values, s->value_stride);
-    for (int64_t row = 0; row < num_rows;) {
-      int64_t left = num_rows - row;
-      if (left == 1) weigh(1, s, row, values, n, step->value_dim, &next_keys), row += 1;
-      else if (left == 2 || left == 4) weigh(2, s, row, values, n, step->value_dim, &next_keys), row += 2;
-      else weigh(3, s, row, values, n, step->value_dim, &next_keys), row += 3;
-    }
-    int64_t *swap = rows;
-    rows = next_rows, next_rows = swap, n = next_n;
   }
 }
 
@@ -525,11 +567,11 @@ static void attend_many(const Step *step, const Item *item, Scratch *s) {
   for (int64_t begin = item->key_begin; begin < item->key_end; begin += KEY_TILE) {
     int64_t n = smaller(KEY_TILE, item->key_end - begin), width = padded(n);
     find_rows(step, item, begin, n, rows);
-    load_scales(step, s, rows, n);
+    load_scales(step, s, rows, n, 0);
     point_at(keys, step->keys, step->key_type, step->head_dim, rows, n, s->keys, s->key_stride);
     transpose(keys, n, width, step->head_dim, s->packed);
     product(all_rows, width, s->query, s->key_stride, s->packed, KEY_TILE, step->head_dim, s->scores, SCORE_STRIDE, 0);
-    soften_rows(step, item, s, begin, n, width);
+    soften_rows(step, item, s, 0, begin, n, width);
     int64_t value_bytes = step->value_dim * bytes_of(step->value_type);
     for (int64_t i = 0; i < n; i++) {
       float *value = s->values + i * s->value_stride;
@@ -568,6 +610,7 @@ static void join(const Step *step, const Join *joined) {
 
 int64_t hf_paged_max_rows(void) { return MAX_ROWS; }
 int64_t hf_paged_few_rows(void) { return FEW_ROWS; }
+int64_t hf_paged_key_tile(void) { return KEY_TILE; }
 
 /* Floats of scratch memory that each thread needs. */
 int64_t hf_paged_scratch_size(int64_t head_dim, int64_t value_dim) {
@@ -581,21 +624,39 @@ int64_t hf_paged_scratch_size(int64_t head_dim, int64_t value_dim) {
 static int omp_get_thread_num(void) { return 0; }
 #endif
 
+/* Takes bundles until there are none. The next one is taken before this one is done, to ask for its keys in time. */
+static void attend_bundles(const Step *step, int64_t *taken, Scratch *scratch) {
+  Ahead ahead;
+  ahead.n = 0;
+  int64_t bundle = __atomic_fetch_add(taken, 1, __ATOMIC_RELAXED);
+  while (bundle < step->num_bundles) {
+    int64_t following = __atomic_fetch_add(taken, 1, __ATOMIC_RELAXED), end = step->bundles[bundle + 1];
+    for (int64_t i = step->bundles[bundle]; i < end; i++) {
+      const Item *item = step->items + i, *next = item + 1;
+      if (i + 1 == end) next = following < step->num_bundles ? step->items + step->bundles[following] : NULL;
+      if (next && next->row_end - next->row_begin > FEW_ROWS) next = NULL;
+      begin_item(step, item, scratch);
+      if (item->row_end - item->row_begin > FEW_ROWS) {
+        attend_many(step, item, scratch);
+        ahead.n = 0;
+      } else {
+        if (ahead.n == 0) look_ahead(step, &ahead, item, item->key_begin, 1, 1, 1);
+        attend_few(step, item, next, &ahead, scratch);
+      }
+      end_item(step, item, scratch);
+    }
+    bundle = following;
+  }
+}
+
 void hf_paged_attend(const Step *step) {
+  int64_t taken = 0;
   int num_threads = step->num_bundles > 1 ? (int)step->num_threads : 1;
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
   {
     Scratch scratch;
     lay_out(&scratch, step->scratch + omp_get_thread_num() * step->scratch_size, step->head_dim, step->value_dim);
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t bundle = 0; bundle < step->num_bundles; bundle++)
-      for (int64_t i = step->bundles[bundle]; i < step->bundles[bundle + 1]; i++) {
-        const Item *item = step->items + i;
-        begin_item(step, item, &scratch);
-        if (item->row_end - item->row_begin <= FEW_ROWS) attend_few(step, item, &scratch);
-        else attend_many(step, item, &scratch);
-        end_item(step, item, &scratch);
-      }
+    attend_bundles(step, &taken, &scratch);
     if (step->num_joins) {
 #pragma omp for schedule(static)
       for (int64_t i = 0; i < step->num_joins; i++) join(step, step->joins + i);

@@ -8,7 +8,7 @@ import torch
 
 from hf_paged.kernels.backend import AttentionBackend
 from hf_paged.kernels.cpu.build import load_library, unavailable_reason
-from hf_paged.kernels.cpu.plan import Limits, plan_of
+from hf_paged.kernels.cpu.plan import HeadsAtOnce, Limits, plan_of
 from hf_paged.kernels.cpu.writer import Writer
 from hf_paged.kernels.kv_blocks import KVBlocks
 from hf_paged.kernels.metadata import AttentionMetadata, AttentionParams
@@ -16,6 +16,13 @@ from hf_paged.kernels.torch_backend import TorchBackend
 
 _QUERY_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _STORED_TYPES = {**_QUERY_TYPES, torch.int8: 3}
+
+
+_KEY_TILE = 64  # of attention.c
+_TILE_BYTES = (
+    1 << 17
+)  # of K and V that are used at a time: as much again is being fetched, and both fit the second cache
+_MOST_HEADS = 8  # of an item: so many times few_rows fit max_rows
 
 
 class AttendCall(ctypes.Structure):
@@ -63,7 +70,7 @@ class NativeBackend(AttentionBackend):
         self.attend_function.argtypes, self.attend_function.restype = [ctypes.c_void_p], None
         self._size_of_scratch = library.hf_paged_scratch_size
         self._size_of_scratch.argtypes, self._size_of_scratch.restype = [ctypes.c_int64] * 2, ctypes.c_int64
-        self._limits = Limits(library.hf_paged_max_rows(), library.hf_paged_few_rows())
+        self._limits = Limits(library.hf_paged_max_rows(), library.hf_paged_few_rows(), library.hf_paged_key_tile())
         self._scratch = _Memory()
         self._partials = _Memory()
         self._scratch_sizes: dict[tuple[int, int], int] = {}
@@ -126,8 +133,12 @@ class NativeBackend(AttentionBackend):
         num_heads, head_dim = query.shape[1:]
         num_kv_heads, value_dim = keys.shape[2], values.shape[3]
         group_size = num_heads // num_kv_heads
-        plan = plan_of(metadata, params.window, params.chunk, num_kv_heads, group_size, self._limits)
         num_threads = torch.get_num_threads()
+        head_bytes = head_dim * keys.element_size() + value_dim * values.element_size()
+        at_once = HeadsAtOnce(
+            max(1, min(_MOST_HEADS, _TILE_BYTES // (self._limits.key_tile * head_bytes))), num_threads
+        )
+        plan = plan_of(metadata, params.window, params.chunk, num_kv_heads, group_size, self._limits, at_once)
         scratch_size = self._scratch_sizes.get((head_dim, value_dim))
         if scratch_size is None:
             scratch_size = self._size_of_scratch(head_dim, value_dim)

@@ -30,6 +30,8 @@ ROWS_PER_READ = 6  # reading a key costs as much as this many products
 
 IntArray = npt.NDArray[np.int64]
 
+_ENOUGH_ITEMS = 4  # a thread: more kv heads in an item would leave threads without one
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -37,13 +39,26 @@ class Limits:
 
     max_rows: int
     few_rows: int
+    key_tile: int  # keys that are used at a time
+
+
+@dataclass(frozen=True)
+class HeadsAtOnce:
+    """How many kv heads of few rows one item may have."""
+
+    most: int
+    num_threads: int
+
+    def of(self, num_items: int, num_kv_heads: int) -> int:
+        """As many as that, or fewer if there are few items of one head."""
+        return max(1, min(self.most, num_kv_heads, num_items * num_kv_heads // (_ENOUGH_ITEMS * self.num_threads)))
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
     """Arrays in the layout of the C structures, and where they are."""
 
-    items: IntArray  # [num_items, 10], see `Item` in attention.c
+    items: IntArray  # [num_items, 12], see `Item` in attention.c
     bundles: IntArray  # [num_bundles + 1]
     joins: IntArray  # [num_joins, 6], see `Join`
     num_partial_rows: int
@@ -58,12 +73,13 @@ def plan_of(
     num_kv_heads: int,
     group_size: int,
     limits: Limits,
+    heads: HeadsAtOnce,
 ) -> Plan:
     """The plan of a step, made by the first layer that asks."""
-    key = ("native", window, chunk, num_kv_heads, group_size)
+    key = ("native", window, chunk, num_kv_heads, group_size, heads)
     plan = metadata.plans.get(key)
     if not isinstance(plan, Plan):
-        plan = metadata.plans[key] = _make_plan(metadata, window, chunk, num_kv_heads, group_size, limits)
+        plan = metadata.plans[key] = _make_plan(metadata, window, chunk, num_kv_heads, group_size, limits, heads)
     return plan
 
 
@@ -74,6 +90,7 @@ def _make_plan(
     num_kv_heads: int,
     group_size: int,
     limits: Limits,
+    heads_at_once: HeadsAtOnce,
 ) -> Plan:
     query_lens = np.array(metadata.query_lens, dtype=np.int64)
     kv_lens = np.array(metadata.kv_lens, dtype=np.int64)
@@ -94,7 +111,6 @@ def _make_plan(
     partial_rows = np.where(num_splits > 1, num_splits * num_rows, 0) * num_kv_heads
     first_partial = np.cumsum(partial_rows) - partial_rows
     segment, split = _repeat(num_splits)
-    heads = np.arange(num_kv_heads)
     is_split = num_splits[segment] > 1
     split_begin = key_begin[segment] + split * SPLIT_KEYS
     split_end = np.where(is_split, np.minimum(split_begin + SPLIT_KEYS, key_end[segment]), key_end[segment])
@@ -103,21 +119,27 @@ def _make_plan(
     # The most expensive first: the last ones to be taken are short then, and threads end together.
     cost = (num_rows[segment] + ROWS_PER_READ) * (split_end - split_begin)
     order = np.argsort(-cost, kind="stable")
-    segment, split, cost = segment[order], split[order], np.repeat(cost[order], num_kv_heads)
+    # Where rows are few, several kv heads are one item.
+    heads_each = np.where(num_rows[segment] <= limits.few_rows, heads_at_once.of(len(segment), num_kv_heads), 1)[order]
+    which, part = _repeat(-(-num_kv_heads // heads_each))
+    order, heads_each = order[which], heads_each[which]
+    first_head = part * heads_each
+    num_heads = np.minimum(heads_each, num_kv_heads - first_head)
+    segment, split, cost = segment[order], split[order], cost[order] * num_heads
     split_begin, split_end, is_split = split_begin[order], split_end[order], is_split[order]
 
-    partial = (
-        first_partial[segment, None] + (heads * num_splits[segment, None] + split[:, None]) * num_rows[segment, None]
+    partial_stride = num_splits[segment] * num_rows[segment]
+    partial = first_partial[segment] + first_head * partial_stride + split * num_rows[segment]
+    columns = (
+        *(sequence[segment], token[segment], position[segment], row_begin[segment], row_end[segment]),
+        *(split_begin, split_end, np.where(is_split, partial, -1), partial_stride, split == 0, first_head, num_heads),
     )
-    items = np.empty((len(segment), num_kv_heads, 10), dtype=np.int64)
-    columns = (sequence[segment], token[segment], position[segment], row_begin[segment], row_end[segment])
-    for number, column in enumerate((*columns, split_begin, split_end)):
-        items[:, :, number] = column[:, None]
-    items[:, :, 7] = np.where(is_split[:, None], partial, -1)
-    items[:, :, 8] = (split == 0)[:, None]
-    items[:, :, 9] = heads
+    items = np.empty((len(segment), len(columns)), dtype=np.int64)
+    for number, column in enumerate(columns):
+        items[:, number] = column
 
     joined = np.flatnonzero(num_splits > 1)
+    heads = np.arange(num_kv_heads)
     joins = np.empty((len(joined), num_kv_heads, 6), dtype=np.int64)
     for number, column in enumerate((token[joined], row_begin[joined], row_end[joined])):
         joins[:, :, number] = column[:, None]

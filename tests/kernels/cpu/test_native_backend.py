@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from hf_paged.kernels.cpu import backend
 from hf_paged.kernels.cpu.backend import NativeBackend
 from hf_paged.kernels.cpu.build import unavailable_reason
 from hf_paged.kernels.cpu.plan import SPLIT_KEYS
@@ -206,6 +207,28 @@ def test_the_number_of_threads_does_not_change_a_bit(native: NativeBackend) -> N
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 100}, {"softcap": 2.0, "with_sinks": True}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("lengths", [decodes([40, 300, 64, 1, 129] * 4), MIXED * 4], ids=["decode", "mixed"])
+def test_kv_heads_that_are_read_together_change_no_bit(
+    native: NativeBackend,
+    lengths: list[tuple[int, int]],
+    dtype: torch.dtype,
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    packed = pack(lengths, num_kv_heads=5, group_size=3, key_dtype=dtype, value_dtype=dtype, **options)
+    results, most = [], []
+    for heads in (1, 2, 5):
+        monkeypatch.setattr(backend, "_MOST_HEADS", heads)
+        results.append(packed.attend(native))
+        (plan,) = packed.metadata.plans.values()
+        most.append(int(plan.items[:, -1].max()))
+    assert most == [1, 2, 5]
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
 
 
 def test_engines_of_several_threads_compute_at_once() -> None:
