@@ -658,6 +658,7 @@ void hf_paged_attend(const Step *step) {
     lay_out(&scratch, step->scratch + omp_get_thread_num() * step->scratch_size, step->head_dim, step->value_dim);
     attend_bundles(step, &taken, &scratch);
     if (step->num_joins) {
+#pragma omp barrier /* all partial results are there */
 #pragma omp for schedule(static)
       for (int64_t i = 0; i < step->num_joins; i++) join(step, step->joins + i);
     }

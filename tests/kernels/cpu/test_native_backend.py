@@ -209,6 +209,22 @@ def test_the_number_of_threads_does_not_change_a_bit(native: NativeBackend) -> N
     assert all(torch.equal(result, results[0]) for result in results)
 
 
+def test_splits_are_joined_only_when_all_are_computed(native: NativeBackend) -> None:
+    # a thread that runs out of items must wait for those that have not: the longest split is the last to be ready
+    packed = pack(decodes([SPLIT_KEYS + 1, 2 * SPLIT_KEYS] * 3), num_kv_heads=3, group_size=3, head_dim=64)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        expected = packed.attend(native)
+        torch.set_num_threads(max(2, before))
+        native.attend(packed.query, packed.blocks, packed.metadata, packed.params)
+        for _ in range(300):
+            native._partials._held.fill_(float("nan"))
+            assert torch.equal(packed.attend(native), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("options", [{}, {"window": 100}, {"softcap": 2.0, "with_sinks": True}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 @pytest.mark.parametrize("lengths", [decodes([40, 300, 64, 1, 129] * 4), MIXED * 4], ids=["decode", "mixed"])
