@@ -8,8 +8,8 @@
  * They stay in the near caches while the rows of x pass, ROWS at a time: a tile of ROWS * COLUMNS sums lies in registers,
  * and a step multiplies one value of each row with all of them. Turning is paid once for up to MOST_ROWS rows, and what
  * will be turned next is fetched meanwhile. Reading what was turned from the second cache costs less than adding to y
- * once more would. The order of a sum depends on k alone: a row's result doesn't depend on the
- * rows beside it, on n, or on the number of threads.
+ * once more would. The order of a sum depends on k alone: a row's result doesn't depend on the rows beside it, on n, or
+ * on the number of threads.
  */
 #include <stddef.h>
 #include <string.h>

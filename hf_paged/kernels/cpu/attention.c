@@ -214,27 +214,36 @@ INLINE void find_rows(const Step *step, const Item *item, int64_t begin, int64_t
   }
 }
 
-/* Row i of an item, all its kv heads' rows one after another. */
 typedef struct {
   int64_t head, token; /* of the queries */
 } Place;
 
-INLINE Place place_of(const Step *step, const Item *item, int64_t i) {
-  int64_t num_rows = item->row_end - item->row_begin, r = item->row_begin + i % num_rows;
-  int64_t kv_head = item->kv_head + i / num_rows;
-  return (Place){kv_head * step->group_size + r % step->group_size, item->token + r / step->group_size};
+/* Of row r of a kv head of the sequence that begins at `token`. */
+INLINE Place place_of(const Step *step, int64_t kv_head, int64_t token, int64_t r) {
+  return (Place){kv_head * step->group_size + r % step->group_size, token + r / step->group_size};
+}
+
+/* Of row i of an item: its kv heads' rows come one after another. */
+INLINE Place item_place(const Step *step, const Item *item, int64_t i) {
+  int64_t num_rows = item->row_end - item->row_begin;
+  return place_of(step, item->kv_head + i / num_rows, item->token, item->row_begin + i % num_rows);
+}
+
+INLINE char *out_of(const Step *step, Place place) {
+  int64_t row = place.token * step->num_kv_heads * step->group_size + place.head;
+  return (char *)step->out + row * step->value_dim * bytes_of(step->query_type);
 }
 
 INLINE int64_t rows_of(const Item *item) { return (item->row_end - item->row_begin) * item->num_heads; }
 
 static void begin_item(const Step *step, const Item *item, Scratch *s) {
   for (int64_t i = 0; i < rows_of(item); i++) {
-    int64_t head = place_of(step, item, i).head, token = place_of(step, item, i).token;
+    Place place = item_place(step, item, i);
     const char *query = step->query;
-    query += (token * step->token_stride + head * step->head_stride) * bytes_of(step->query_type);
+    query += (place.token * step->token_stride + place.head * step->head_stride) * bytes_of(step->query_type);
     widen(s->query + i * s->key_stride, query, step->query_type, step->head_dim, (float)step->scale);
     int has_sink = step->sinks && item->is_first;
-    s->highest[i] = has_sink ? step->sinks[head] : LOWEST;
+    s->highest[i] = has_sink ? step->sinks[place.head] : LOWEST;
     s->total[i] = has_sink ? 1.0f : 0.0f; /* a key seen by all, whose value is zero */
   }
 }
@@ -252,9 +261,7 @@ static void end_item(const Step *step, const Item *item, Scratch *s) {
     return;
   }
   for (int64_t i = 0; i < rows_of(item); i++) {
-    int64_t head = place_of(step, item, i).head, token = place_of(step, item, i).token;
-    char *out = step->out;
-    out += ((token * step->num_kv_heads * step->group_size + head) * step->value_dim) * bytes_of(step->query_type);
+    char *out = out_of(step, item_place(step, item, i));
     narrow(out, s->sums + i * s->value_stride, step->query_type, step->value_dim, 1.0f / s->total[i]);
   }
 }
@@ -367,12 +374,11 @@ typedef struct {
 
 enum { LINE = 64 };
 
-/* Of `item`, which may be NULL, from key `begin` on. Meanwhile so many keys are used, each head's values in `blocks`. */
+/* Of `item`, from key `begin` on. Meanwhile `keys` of each of `heads` are used, and their values in so many `blocks`. */
 static void look_ahead(const Step *step, Ahead *a, const Item *item, int64_t begin, int64_t keys, int64_t heads,
                        int64_t blocks) {
-  a->n = item ? smaller(KEY_TILE, item->key_end - begin) : 0;
+  a->n = smaller(KEY_TILE, item->key_end - begin);
   a->asked = 0;
-  if (a->n == 0) return;
   find_rows(step, item, begin, a->n, a->rows);
   a->cache[0] = step->keys, a->cache[1] = step->values;
   a->step[0] = step->head_dim * bytes_of(step->key_type);
@@ -455,6 +461,14 @@ INLINE void point_at(const float **pointers, const void *cache, int64_t type, in
   }
 }
 
+/* DO(R) for R rows from `row` on, until all are done: three at a time, and 2 + 2 instead of 3 + 1. */
+#define IN_THREES(num_rows, DO)                                  \
+  for (int64_t row = 0, left; (left = (num_rows) - row) > 0;) {  \
+    if (left == 1) DO(1), row += 1;                              \
+    else if (left == 2 || left == 4) DO(2), row += 2;            \
+    else DO(3), row += 3;                                        \
+  }
+
 /* `next`: the item that comes after this one, or NULL. `ahead`: this item's first keys; then those of the next. */
 static void attend_few(const Step *step, const Item *item, const Item *next, Ahead *ahead, Scratch *s) {
   int64_t num_rows = item->row_end - item->row_begin;
@@ -466,9 +480,9 @@ static void attend_few(const Step *step, const Item *item, const Item *next, Ahe
   for (int64_t begin = item->key_begin; begin < item->key_end; begin += KEY_TILE) {
     int64_t rows[KEY_TILE], n = ahead->n;
     memcpy(rows, ahead->rows, n * sizeof *rows);
-    int is_last = begin + KEY_TILE >= item->key_end;
-    look_ahead(step, ahead, is_last ? next : item, is_last ? (next ? next->key_begin : 0) : begin + KEY_TILE, n,
-               item->num_heads, blocks);
+    if (begin + KEY_TILE < item->key_end) look_ahead(step, ahead, item, begin + KEY_TILE, n, item->num_heads, blocks);
+    else if (next) look_ahead(step, ahead, next, next->key_begin, n, item->num_heads, blocks);
+    else ahead->n = 0;
     int64_t width = (n + LANES - 1) / LANES * LANES;
     for (int64_t head = 0; head < item->num_heads; head++) {
       int64_t first_row = head * num_rows;
@@ -476,23 +490,15 @@ static void attend_few(const Step *step, const Item *item, const Item *next, Ahe
       point_at(keys, (const char *)step->keys + head * key_bytes, step->key_type, step->head_dim, rows, n, s->keys,
                s->key_stride);
       for (int64_t i = n; i < width; i++) keys[i] = keys[n - 1];
-      for (int64_t row = 0; row < num_rows;) {
-        int64_t left = num_rows - row, at = first_row + row;
-        Ahead *asked = row == 0 ? ahead : NULL;
-        if (left == 1) score(1, s, at, keys, width, step->head_dim, asked), row += 1;
-        else if (left == 2 || left == 4) score(2, s, at, keys, width, step->head_dim, asked), row += 2;
-        else score(3, s, at, keys, width, step->head_dim, asked), row += 3;
-      }
+#define SCORE(R) score(R, s, first_row + row, keys, width, step->head_dim, row ? NULL : ahead)
+      IN_THREES(num_rows, SCORE);
+#undef SCORE
       soften_rows(step, item, s, first_row, begin, n, width);
       point_at(values, (const char *)step->values + head * value_bytes, step->value_type, step->value_dim, rows, n,
                s->values, s->value_stride);
-      for (int64_t row = 0; row < num_rows;) {
-        int64_t left = num_rows - row, at = first_row + row;
-        Ahead *asked = row == 0 ? ahead : NULL;
-        if (left == 1) weigh(1, s, at, values, n, step->value_dim, asked), row += 1;
-        else if (left == 2 || left == 4) weigh(2, s, at, values, n, step->value_dim, asked), row += 2;
-        else weigh(3, s, at, values, n, step->value_dim, asked), row += 3;
-      }
+#define WEIGH(R) weigh(R, s, first_row + row, values, n, step->value_dim, row ? NULL : ahead)
+      IN_THREES(num_rows, WEIGH);
+#undef WEIGH
     }
   }
 }
@@ -600,10 +606,7 @@ static void join(const Step *step, const Join *joined) {
       total += partial[1] * decay;
       for (int64_t d = 2; d < width; d++) first[d] = (split ? first[d] : 0.0f) + partial[d] * decay;
     }
-    int64_t r = joined->row_begin + i, head = joined->kv_head * step->group_size + r % step->group_size;
-    int64_t token = joined->token + r / step->group_size;
-    char *out = step->out;
-    out += ((token * step->num_kv_heads * step->group_size + head) * step->value_dim) * bytes_of(step->query_type);
+    char *out = out_of(step, place_of(step, joined->kv_head, joined->token, joined->row_begin + i));
     narrow(out, first + 2, step->query_type, step->value_dim, 1.0f / total);
   }
 }

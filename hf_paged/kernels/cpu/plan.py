@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,10 +28,9 @@ from hf_paged.kernels.spans import first_visible
 SPLIT_KEYS = 256  # a fixed length, not a fixed number: sums must not depend on the batch
 BUNDLE_COST = 2048  # products of a row and a key, or as much reading; below it, taking a bundle would cost more
 ROWS_PER_READ = 6  # reading a key costs as much as this many products
+ENOUGH_ITEMS = 4  # for each thread: with more kv heads in an item some would have none
 
 IntArray = npt.NDArray[np.int64]
-
-_ENOUGH_ITEMS = 4  # a thread: more kv heads in an item would leave threads without one
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,7 @@ class Limits:
     key_tile: int  # keys that are used at a time
 
 
-@dataclass(frozen=True)
-class HeadsAtOnce:
+class HeadsAtOnce(NamedTuple):
     """How many kv heads of few rows one item may have."""
 
     most: int
@@ -51,7 +50,7 @@ class HeadsAtOnce:
 
     def of(self, num_items: int, num_kv_heads: int) -> int:
         """As many as that, or fewer if there are few items of one head."""
-        return max(1, min(self.most, num_kv_heads, num_items * num_kv_heads // (_ENOUGH_ITEMS * self.num_threads)))
+        return max(1, min(self.most, num_kv_heads, num_items * num_kv_heads // (ENOUGH_ITEMS * self.num_threads)))
 
 
 @dataclass(frozen=True, eq=False)
